@@ -49,8 +49,8 @@ def runs(folder: Path | str = "results") -> pd.DataFrame:
     read). Raises InputError for a missing folder."""
     names = ("path", "kind", "scenario", "status", "started_at", "kvbench", "labels", "problem")
     found = (
-        asdict(each) | {"path": str(each.path), "labels": ";".join(each.labels)}
-        for each in listed_runs(Path(folder))
+        asdict(run) | {"path": str(run.path), "labels": ";".join(run.labels)}
+        for run in listed_runs(Path(folder))
     )
     listed = frames.frame(found, names)
     listed["started_at"] = pd.to_datetime(listed["started_at"], utc=True, errors="coerce", format="ISO8601")
@@ -113,7 +113,7 @@ def simulate_splits(
     with_ = None if like is None else load(like).path
     cli = _cli_options(scenario, overrides, connectors, None)
     with scratch("kvbench-splits-") as folder:
-        return frames.frame(asdict(each) for each in predicted(cli, choice, folder, with_))
+        return frames.frame(asdict(prediction) for prediction in predicted(cli, choice, folder, with_))
 
 
 def _cli_options(

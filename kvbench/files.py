@@ -206,7 +206,7 @@ def did_you_mean(wrong: str, names: Iterable[str]) -> str:
 def similar_files(path: Path, *others: str) -> str:
     """Return ``did you mean …? `` for a missing file, from its folder and ``others``."""
     try:
-        inside = [] if path.exists() else [each.name for each in path.parent.iterdir()]
+        inside = [] if path.exists() else [entry.name for entry in path.parent.iterdir()]
     except (OSError, ValueError):
         inside = []
     return did_you_mean(path.name, (*inside, *others))
@@ -214,10 +214,10 @@ def similar_files(path: Path, *others: str) -> str:
 
 def require_no_links(folder: Path) -> None:
     """Raise StoreError for a link in a run folder, which would redirect writes."""
-    for each in folder.rglob("*"):
-        if each.is_symlink():
+    for path in folder.rglob("*"):
+        if path.is_symlink():
             raise StoreError(
-                f"{each} is a link, and a run cannot be resumed through links",
+                f"{path} is a link, and a run cannot be resumed through links",
                 hint="replace it by its target, or resume a complete copy of the run",
             )
 

@@ -70,4 +70,4 @@ def modules(folders: Iterable[str]) -> frozenset[str]:
 
 @cache
 def _modules(folders: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(each.name for each in pkgutil.iter_modules(folders) if not each.ispkg) - {"base"}
+    return frozenset(module.name for module in pkgutil.iter_modules(folders) if not module.ispkg) - {"base"}

@@ -39,9 +39,9 @@ def audit(program: Sequence[str], pinned: Path = PINNED) -> int:
 
 def say(data: Any) -> int:
     packages = data.get("dependencies", []) if isinstance(data, dict) else []
-    skipped = [each for each in packages if "skip_reason" in each]
-    looked_at = [each for each in packages if "skip_reason" not in each]
-    found = [(each, vulnerability) for each in looked_at for vulnerability in each.get("vulns", ())]
+    skipped = [package for package in packages if "skip_reason" in package]
+    looked_at = [package for package in packages if "skip_reason" not in package]
+    found = [(package, vulnerability) for package in looked_at for vulnerability in package.get("vulns", ())]
     for package, vulnerability in found:
         fixed = ", ".join(vulnerability.get("fix_versions") or ()) or "no version yet"
         print(f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in {fixed}")

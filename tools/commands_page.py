@@ -17,7 +17,9 @@ PAGE: Final = Path(__file__).parents[1] / "docs" / "commands.md"
 def page() -> str:
     """Return docs/commands.md with each table made anew; the text around them stays."""
     group: Any = typer.main.get_command(app)
-    commands = [(f"`kvbench {name}`", each.help.splitlines()[0]) for name, each in group.commands.items()]
+    commands = [
+        (f"`kvbench {name}`", command.help.splitlines()[0]) for name, command in group.commands.items()
+    ]
     codes = [(f"{code}", meaning) for code, meaning in EXIT_CODES.items()]
     text = _with_rows(PAGE.read_text(encoding="utf-8"), "| command | what it does |", commands)
     return _with_rows(text, "| exit code | meaning |", codes)

@@ -64,7 +64,7 @@ class Recorder:
         for key, fault in table.items():
             tests = sorted(test for test, of in self.keys.items() if of == key)
             seen = [self.records[test] for test in tests if test in self.records]
-            slowest = max(seen, key=lambda each: float(each["seconds"]), default={})
+            slowest = max(seen, key=lambda record: float(record["seconds"]), default={})
             reasons = "; ".join(sorted({self.skipped[test] for test in tests if test in self.skipped}))
             failed = self.failed & set(tests)
             row = {"key": key, "done": fault.done}

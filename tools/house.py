@@ -59,7 +59,7 @@ def problems(package: Path, limits: Limits) -> Iterator[str]:
     entries = _entries(package)
     if len(entries) > limits.top_entries:
         yield f"{package.name}/ has {len(entries)} entries, not {limits.top_entries} at most"
-    folders = [each for each in package.rglob("*") if each.is_dir() and each.name != "__pycache__"]
+    folders = [path for path in package.rglob("*") if path.is_dir() and path.name != "__pycache__"]
     large = {
         str(folder.relative_to(package)): count
         for folder in folders
@@ -77,18 +77,18 @@ def problems(package: Path, limits: Limits) -> Iterator[str]:
 def _entries(folder: Path) -> list[str]:
     """What a listing shows, without what is built, cached or a marker of Python's."""
     return [
-        each.name
-        for each in folder.iterdir()
-        if each.name not in MARKERS and each.name != "__pycache__" and each.suffix != ".so"
+        path.name
+        for path in folder.iterdir()
+        if path.name not in MARKERS and path.name != "__pycache__" and path.suffix != ".so"
     ]
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
     """All statements in a tree, and what holds some, such as the handlers of a ``try``."""
     for part in ("body", "orelse", "finalbody", "handlers", "cases"):
-        for each in getattr(node, part, None) or ():
-            yield each
-            yield from _statements(each)
+        for child in getattr(node, part, None) or ():
+            yield child
+            yield from _statements(child)
 
 
 def _long(package: Path, limits: Limits, trees: Trees) -> Iterator[str]:
@@ -122,8 +122,8 @@ def _ambiguous(package: Path, limits: Limits, trees: Trees) -> Iterator[str]:
 
 def main() -> int:
     found = list(problems(ROOT / "kvbench", HOUSE))
-    for each in found:
-        print(each)
+    for problem in found:
+        print(problem)
     if not found:
         print("The house is in order.")
     return 1 if found else 0

@@ -180,8 +180,8 @@ class Life:
         """Return processes, ports and shared memory of a killed run that are not gone in time."""
         began = time.monotonic()
         while True:
-            processes = [each for each in tagged() if each.tag.startswith(folder.name)]
-            left = [f"process {each.pid} ({each.command})" for each in processes]
+            processes = [process for process in tagged() if process.tag.startswith(folder.name)]
+            left = [f"process {process.pid} ({process.command})" for process in processes]
             left += [*_ports(folder), *_unused(_shared_memory() - self._memory)]
             gone_s = time.monotonic() - began
             if not left:
@@ -205,7 +205,7 @@ def _stamp(folder: Path, names: Sequence[str]) -> list[int]:
 def _ports(folder: Path) -> Iterator[str]:
     plan = json.loads((folder / "plan.json").read_text())
     deployments = (plan.get("processes") or {}).values()
-    ports = {int(process.get("port") or 0) for each in deployments for process in each.values()}
+    ports = {int(process.get("port") or 0) for deployment in deployments for process in deployment.values()}
     for port in sorted(ports - {0}):
         with socket.socket() as probe:
             probe.settimeout(0.5)
@@ -222,8 +222,8 @@ def _unused(names: set[str]) -> list[str]:
     used = set[str]()
     for process in psutil.process_iter() if names else ():
         with suppress(psutil.Error, OSError):
-            used |= {Path(each.path).name for each in process.memory_maps()}
-            used |= {Path(each.path).name for each in process.open_files()}
+            used |= {Path(mapping.path).name for mapping in process.memory_maps()}
+            used |= {Path(file.path).name for file in process.open_files()}
     return sorted(names - used)
 
 

@@ -227,7 +227,7 @@ class SlurmLab(Lab):
         return [
             pid
             for step in steps
-            if any(marker in _read(each, "environ") for each in step[1:])
+            if any(marker in _read(child, "environ") for child in step[1:])
             for pid in step
         ]
 

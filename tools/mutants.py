@@ -59,8 +59,8 @@ addopts = "--import-mode=importlib -m 'not heavy'"
 
 def modules(places: Sequence[str]) -> list[str]:
     paths = [ROOT / place for place in places]
-    found = [each for path in paths for each in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
-    return [each.relative_to(ROOT).as_posix() for each in found if each.name != "__init__.py"]
+    found = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py")))]
+    return [file.relative_to(ROOT).as_posix() for file in found if file.name != "__init__.py"]
 
 
 def tests_of(module: str) -> list[str]:
@@ -68,7 +68,7 @@ def tests_of(module: str) -> list[str]:
     package, _, name = module.removesuffix(".py").replace("/", ".").rpartition(".")
     named = re.compile(rf"\b{re.escape(package)}(\.{name}\b| import [^#]*?\b{name}\b)")
     files = sorted((ROOT / "tests" / module.split("/")[1]).rglob("test_*.py"))
-    return [each.relative_to(ROOT).as_posix() for each in files if named.search(each.read_text("utf-8"))]
+    return [file.relative_to(ROOT).as_posix() for file in files if named.search(file.read_text("utf-8"))]
 
 
 def run(module: str, tests: Sequence[str], workers: int, seconds: float) -> dict[str, int | None]:
@@ -99,9 +99,9 @@ def text_changes(mutated: str) -> set[str]:
     for node in ast.walk(ast.parse(mutated)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and "__mutmut_" in node.name:
             name, node.name = node.name, ""
-            for each in ast.walk(node):
-                if isinstance(each, ast.Constant) and isinstance(each.value, str):
-                    each.value = ""
+            for child in ast.walk(node):
+                if isinstance(child, ast.Constant) and isinstance(child.value, str):
+                    child.value = ""
             shapes[name] = ast.dump(node)
     return {
         name
@@ -131,7 +131,7 @@ def main(given: Sequence[str] | None = None) -> int:
     until = time.monotonic() + 60 * chosen.minutes
     names = modules(chosen.module or SOURCES)
     random.Random(chosen.seed).shuffle(names)
-    excused = {(each["module"], each["change"]) for each in yaml.safe_load(EQUIVALENT.read_text("utf-8"))}
+    excused = {(entry["module"], entry["change"]) for entry in yaml.safe_load(EQUIVALENT.read_text("utf-8"))}
     tried = left = late = 0
     for module in names:
         if not (tests := tests_of(module)):
@@ -142,7 +142,7 @@ def main(given: Sequence[str] | None = None) -> int:
             continue
         codes = run(module, tests, chosen.workers, seconds)
         unnoticed = [(name, change(name)) for name, code in codes.items() if code in SURVIVED]
-        survived = [each for each in unnoticed if (module, each[1]) not in excused]
+        survived = [mutant for mutant in unnoticed if (module, mutant[1]) not in excused]
         unreached = sum(code == UNREACHED for code in codes.values())
         reached = sum(code is not None for code in codes.values()) - unreached
         known = reached - (len(unnoticed) - len(survived))

@@ -98,7 +98,7 @@ def executed(path: Path, sockets: str) -> Any:
     except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
         raise NotebookError(f"{path.name}: {error}") from error
     del notebook.cells[0]
-    for place, cell in enumerate(each for each in notebook.cells if each["cell_type"] == "code"):
+    for place, cell in enumerate(entry for entry in notebook.cells if entry["cell_type"] == "code"):
         cell["execution_count"] = place + 1
         for output in cell["outputs"]:
             if "execution_count" in output:

@@ -53,8 +53,8 @@ class Pair:
 
 def main() -> None:
     rows = [help_row()]
-    works = [each.name.removeprefix("connector ") for each in connector_checks() if each.status == "ok"]
-    for name in (each for each in works if connectors.get(each).transfer_backend):
+    works = [check.name.removeprefix("connector ") for check in connector_checks() if check.status == "ok"]
+    for name in (work for work in works if connectors.get(work).transfer_backend):
         print(f"measuring a pair with {name} …", flush=True)
         try:
             rows += pair_rows(name)

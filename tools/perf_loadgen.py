@@ -66,17 +66,17 @@ def main() -> None:
 def middle(levels: Sequence[Level]) -> Level:
     """The median of each figure of one number of streams; what is no figure is the first's."""
     found: dict[str, Any] = {}
-    for each in fields(Level):
-        values = [getattr(level, each.name) for level in levels]
+    for field in fields(Level):
+        values = [getattr(level, field.name) for level in levels]
         if all(isinstance(value, float) for value in values):
-            found[each.name] = statistics.median(values)
+            found[field.name] = statistics.median(values)
     return replace(levels[0], **found)
 
 
 def level_rows(level: Level) -> list[Row]:
     n = level.streams
     what = f"{n} streams: "
-    p50, p99, itl = (each.get(n) for each in (TTFT_P50_MS, TTFT_P99_MS, ITL_P99_MS))
+    p50, p99, itl = (limits.get(n) for limits in (TTFT_P50_MS, TTFT_P99_MS, ITL_P99_MS))
     rows = [
         Row(what + "TTFT error, p50", level.ttft_error_p50_ms, "ms", p50),
         Row(what + "TTFT error, p99", level.ttft_error_p99_ms, "ms", p99),

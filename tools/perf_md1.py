@@ -68,7 +68,7 @@ def sweep(queue: Queue, url: str, folder: Path, seed: int, precision: float = 0.
     settings = (f"seed={seed}", "search.trial_s=2", f"search.precision={precision}", "search.max_trials=12")
     words = ["--base-url", url, "--output", folder, "--input-len", INPUT_LEN, "--output-len", OUTPUT_LEN]
     words += ["--attainment", ATTAINMENT, "--ttft-ms", queue.ttft_s * 1e3, "--tpot-ms", 10 * GAP_S * 1e3]
-    words += [word for each in settings for word in ("--set", each)]
+    words += [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, "-m", "kvbench.cli", "sweep", *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SWEEP_DEADLINE_S, check=False)
     cells = [line for path in folder.glob("*/cells.jsonl") for line in path.read_text().splitlines()]

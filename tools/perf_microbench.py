@@ -140,12 +140,12 @@ def compare(tool: TheirTool, repeats: int, seconds: int, logs: Path) -> list[lis
 def _cells(case: Case, ours: list[Figures], theirs: list[Figures]) -> list[str]:
     ratios = [own[0] / other[0] for own, other in zip(ours, theirs, strict=True)]
     rates, times = (
-        [statistics.median(each[which] for each in of) for of in (ours, theirs)] for which in (0, 1)
+        [statistics.median(pair[which] for pair in of) for of in (ours, theirs)] for which in (0, 1)
     )
     return [
         *(case.op, f"{case.block_bytes >> 10} KiB × {case.batch_size}", *(f"{rate:.3f}" for rate in rates)),
         f"{statistics.median(ratios):.3f} ({min(ratios):.2f}–{max(ratios):.2f})",
-        *(f"{each:.1f}" for each in times),
+        *(f"{time:.1f}" for time in times),
     ]
 
 

@@ -86,15 +86,15 @@ class Bench:
     def of(cls, cli: CliOptions) -> Bench:
         scenario, _ = resolve(cli, sessions=True)
         assert scenario.workload.sessions is not None
-        planned = next(each for each in plan_of(scenario).deployments if not each.reference_only)
+        planned = next(entry for entry in plan_of(scenario).deployments if not entry.reference_only)
         deployment = SimulatedDeployment.of(scenario, planned)
         source = session_source(scenario.workload.sessions)
         return cls(scenario.slo.main(), source, system_of(scenario, deployment))
 
     def values(self, rate: float, requests: int, seed: int) -> list[tuple[dict[str, float | None], bool]]:
         """What each request says of each metric, once sessions end as fast as they begin."""
-        each = self.source.requests_each
-        load = self.source.load(rate / each, max(2, round(requests / each)), 1.0, seed)
+        turns = self.source.requests_each
+        load = self.source.load(rate / turns, max(2, round(requests / turns)), 1.0, seed)
         hashes = PromptHashes(load, self.system.config.block_tokens)
         lengths = load.input_len, load.output_len
         asked = SimulatedLoad(load.offsets_s, *lengths, 1e9, hashes, load.following)
@@ -108,9 +108,9 @@ class Bench:
 
     def attained(self, rate: float, requests: int, seed: int) -> float:
         """By how much the criterion that is nearest to its share exceeds it, in log odds."""
-        seen = np.array([self.slo.observe(*each) for each in self.values(rate, requests, seed)])
+        seen = np.array([self.slo.observe(*answer) for answer in self.values(rate, requests, seed)])
         shares = np.clip(np.nanmean(seen, axis=0), 1e-4, 1 - 1e-4)
-        wanted = np.array([each.target for each in self.slo.all_criteria()])
+        wanted = np.array([criterion.target for criterion in self.slo.all_criteria()])
         return float(np.min(np.log(shares / (1 - shares)) - np.log(wanted / (1 - wanted))))
 
 
@@ -155,7 +155,7 @@ def searched(cli: CliOptions) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory(prefix="kvbench-") as folder:
         run = load_run(simulated(cli, Path(folder)))
         (cell,) = run.cells
-        seconds = sum(each.duration_s for each in run.trials)
+        seconds = sum(trial.duration_s for trial in run.trials)
         return {**(cell.answer or {}), "trials": len(run.trials), "seconds": seconds}
 
 

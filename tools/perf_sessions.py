@@ -45,11 +45,11 @@ def plan_alone(path: Path, turns: int) -> None:
 def recorded(corpus: Corpus) -> Figures:
     figures = CorpusFigures(corpus)
     return _quartiles(
-        [len(each.turns) for each in corpus.sessions],
+        [len(session.turns) for session in corpus.sessions],
         [turn.input_len for turn in figures.turns],
         figures.unseen(),
         [turn.output_len for turn in figures.turns],
-        [each.share() for each in figures.alone],
+        [reuse.share() for reuse in figures.alone],
     )
 
 
@@ -91,7 +91,7 @@ def halves(corpus: Corpus, splits: int) -> list[tuple[Figures, Figures]]:
             for part in (order[:middle], order[middle:])
         )
         truth, both = recorded(left_out), (made(fitted_model(fitted).generate(MADE, seed)), recorded(fitted))
-        one, other = ({name: each[name] / truth[name] - 1 for name in truth} for each in both)
+        one, other = ({name: figures[name] / truth[name] - 1 for name in truth} for figures in both)
         found.append((one, other))
     return found
 
@@ -103,9 +103,9 @@ def differences(corpus: Corpus, splits: int) -> None:
     found, rows = halves(corpus, splits), []
     for name in whole:
         for index, quartile in enumerate(("P25", "P50", "P75")):
-            errors, noise = np.abs([[each[name][index] for each in pair] for pair in found]).T
+            errors, noise = np.abs([[side[name][index] for side in pair] for pair in found]).T
             figures = 100 * (same[name][index] / whole[name][index] - 1), np.median(errors), np.median(noise)
-            shown = f"{figures[0]:+.1f}", *(f"{100 * each:.1f}" for each in figures[1:])
+            shown = f"{figures[0]:+.1f}", *(f"{100 * figure:.1f}" for figure in figures[1:])
             rows.append([f"{name} {quartile}", *shown, f"{np.count_nonzero(errors <= NEAR)} of {splits}"])
     titles = "made after all (%)|made after one half (%)|the other half itself (%)|within 5 % of"
     caption = f"medians of |difference| over {splits} splits, {MADE:,} sessions made each time"

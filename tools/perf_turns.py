@@ -58,14 +58,16 @@ def many_sessions(count: int, turns: int, think_s: float, first_len: int) -> Ses
 def rows(records: Sequence[RequestRecord]) -> Iterator[list[str]]:
     for name, which in (("first turns", [0]), ("later turns", range(1, 1_000_000))):
         late = [
-            1e3 * (each.sent_s - each.scheduled_s) for each in records if each.sent_s and each.turn in which
+            1e3 * (record.sent_s - record.scheduled_s)
+            for record in records
+            if record.sent_s and record.turn in which
         ]
-        yield [name, f"{len(late):,}", *(f"{each:.3f}" for each in np.quantile(late, (0.5, 0.9, 0.99, 1.0)))]
+        yield [name, f"{len(late):,}", *(f"{lag:.3f}" for lag in np.quantile(late, (0.5, 0.9, 0.99, 1.0)))]
 
 
 def words(found: Ran, records: Sequence[RequestRecord]) -> str:
     client = found.client
-    failed = sum(not each.ok for each in records)
+    failed = sum(not record.ok for record in records)
     waited = client["run_queue_wait_share"] or 0.0
     return (
         f"send lag P99 {client['send_lag_p99_ms']:.3f} ms of {SEND_LAG_P99_MS:g} ms allowed; "

@@ -41,7 +41,7 @@ def offered(launcher: Launcher, url: str, folder: Path, workers: int, rate: floa
     load = generator.run(lambda progress: False, lambda: None, DEADLINE_S)
     sent = sorted(record.sent_s for record in load.records if record.sent_s is not None)
     scheduled = sorted(record.scheduled_s for record in load.records)
-    planned, real = ((len(each) - 1) / (each[-1] - each[0]) for each in (scheduled, sent))
+    planned, real = ((len(times) - 1) / (times[-1] - times[0]) for times in (scheduled, sent))
     starts = [float(one["started_monotonic_s"]) for one in load.client.get("per_worker", [load.client])]
     return {
         "where": "hosts" if launcher.hosts else "here",

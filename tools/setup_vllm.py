@@ -113,7 +113,7 @@ class Lab:
 
 def known() -> list[str]:
     """The releases that there are constraints for, oldest first."""
-    return sorted((path.stem for path in PINS.glob("*.txt")), key=lambda each: [*map(int, each.split("."))])
+    return sorted((path.stem for path in PINS.glob("*.txt")), key=lambda name: [*map(int, name.split("."))])
 
 
 def run(

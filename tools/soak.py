@@ -195,11 +195,11 @@ def judged(soak: Soak, seconds: float) -> list[str]:
     quarter = max(1, len(warm) // 4)
     first, last = warm[:quarter], warm[-quarter:]
     wrong = []
-    growth = median(each.rss for each in last) / median(each.rss for each in first) - 1
+    growth = median(sample.rss for sample in last) / median(sample.rss for sample in first) - 1
     if growth > MOST_GROWTH:
         wrong.append(f"resident memory has grown by {growth:.1%}")
     for name in ("descriptors", "threads"):
-        before, after = (max(getattr(each, name) for each in part) for part in (first, last))
+        before, after = (max(getattr(sample, name) for sample in part) for part in (first, last))
         if after > before:
             wrong.append(f"{name} have grown from {before} to {after}")
     if soak.differing:
@@ -217,8 +217,8 @@ def main() -> int:
         while time.monotonic() - soak.began < seconds:
             one_sweep(soak, folder)
     rows = [
-        [f"{each.at_s:.0f} s", f"{each.rss / 1e6:.1f} MB", str(each.descriptors), str(each.threads)]
-        for each in soak.samples[:: max(1, len(soak.samples) // 10)]
+        [f"{sample.at_s:.0f} s", f"{sample.rss / 1e6:.1f} MB", str(sample.descriptors), str(sample.threads)]
+        for sample in soak.samples[:: max(1, len(soak.samples) // 10)]
     ]
     print(table("", "at|RSS|descriptors|threads", rows))
     facts = {

@@ -63,7 +63,7 @@ FLAG_VERSIONS: Final = (
     *("0.20.2", "0.23.0", "0.24.0", "0.25.1", "0.28.0", "0.30.0", "0.32.0", "0.33.0"),
 )
 ARGUMENTS: Final = ("vllm/engine/arg_utils.py", "vllm/entrypoints/cli/serve.py")
-FRONTEND: Final = tuple(f"vllm/entrypoints/{each}/cli_args.py" for each in ("openai", "launchers", "common"))
+FRONTEND: Final = tuple(f"vllm/entrypoints/{name}/cli_args.py" for name in ("openai", "launchers", "common"))
 """Where the frontend's flags are, by release."""
 _PORTS: Final = ("VLLM_NIXL_SIDE_CHANNEL_PORT", "VLLM_MOONCAKE_BOOTSTRAP_PORT")
 _READ: Final = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\()\s*["'](VLLM_\w+)["']""")
@@ -105,9 +105,9 @@ def fields(text: str, ending: str) -> Iterator[ast.AnnAssign]:
     """The annotated fields of the classes whose name ends so."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ClassDef) and node.name.endswith(ending):
-            for each in node.body:
-                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    yield each
+            for statement in node.body:
+                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                    yield statement
 
 
 def extra_keys(text: str) -> Iterator[tuple[str, str]]:
@@ -130,7 +130,7 @@ def extra_keys(text: str) -> Iterator[tuple[str, str]]:
 
 def spans(has: Iterable[tuple[str, bool]], to: str = " to ", comma: str = ", ") -> str:
     """ "0.9.0 to 0.9.2, 0.13.0 to 0.33.0" of releases that have something, given all releases in order."""
-    runs = [[version for version, _ in run] for there, run in groupby(has, lambda each: each[1]) if there]
+    runs = [[version for version, _ in run] for there, run in groupby(has, lambda pair: pair[1]) if there]
     return comma.join(run[0] if len(run) == 1 else f"{run[0]}{to}{run[-1]}" for run in runs)
 
 
@@ -168,7 +168,7 @@ def read(files: Files) -> Found:
         found for name in CONFIG if (found := list(fields(files.get(name, ""), "KVTransferConfig")))
     )
     defaults = {
-        ast.unparse(each.target): ast.unparse(each.value) if each.value else NO_DEFAULT for each in config
+        ast.unparse(field.target): ast.unparse(field.value) if field.value else NO_DEFAULT for field in config
     }
     extra = {name: dict(_keys(files, name, module)) for name, module in registered.items()}
     return Found(registered, defaults, extra)
@@ -178,7 +178,7 @@ def _registered(factory: str) -> Iterator[tuple[str, str]]:
     for node in ast.walk(ast.parse(factory)):
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".register_connector"):
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
-            name, module = (ast.literal_eval(each) for each in given[:2])
+            name, module = (ast.literal_eval(value) for value in given[:2])
             yield name, module
 
 
@@ -198,18 +198,18 @@ def connector_table(found: Mapping[str, Found]) -> dict[str, object]:
     """The table: what there is, with the releases that have it; releases oldest first."""
 
     def having(facts: Mapping[str, Facts]) -> dict[str, dict[str, str]]:
-        whole = sorted({each for told in facts.values() for each in told.items()})
+        whole = sorted({item for told in facts.values() for item in told.items()})
         made: dict[str, dict[str, str]] = {name: {} for name, _ in whole}
         for name, value in whole:
             made[name][value] = spans([(v, facts[v].get(name) == value) for v in found])
         return made
 
-    registered = having({v: each.registered for v, each in found.items()})
-    extra = {name: having({v: each.extra.get(name, {}) for v, each in found.items()}) for name in registered}
+    registered = having({v: data.registered for v, data in found.items()})
+    extra = {name: having({v: data.extra.get(name, {}) for v, data in found.items()}) for name in registered}
     return {
         "releases": ", ".join(found),
         "registered": registered,
-        "transfer_config": having({v: each.fields for v, each in found.items()}),
+        "transfer_config": having({v: data.fields for v, data in found.items()}),
         "extra_config": {name: keys for name, keys in extra.items() if keys},
     }
 
@@ -251,14 +251,14 @@ def write_flags(versions: Sequence[str]) -> int:
 def facts_of(files: Files) -> dict[str, dict[str, str]]:
     """Kind of fact → name → what is said of it, of one release."""
     own = fields(files[ARGUMENTS[0]], "EngineArgs")
-    kinds = {ast.unparse(each.target): ast.unparse(each.annotation) for each in own}
+    kinds = {ast.unparse(field.target): ast.unparse(field.annotation) for field in own}
     flags: dict[str, str] = {}
     for text in (files[name] for name in (*ARGUMENTS, *FRONTEND) if name in files):
         flags |= dict(added(text, kinds))
     for text in (files[name] for name in FRONTEND if name in files):
-        for each in fields(text, "FrontendArgs"):
-            name = "--" + ast.unparse(each.target).replace("_", "-")
-            flags[name] = "bool" if "bool" in ast.unparse(each.annotation) else "value"
+        for field in fields(text, "FrontendArgs"):
+            name = "--" + ast.unparse(field.target).replace("_", "-")
+            flags[name] = "bool" if "bool" in ast.unparse(field.annotation) else "value"
     config = files[next(name for name in (CONFIG[0], CONFIG[2]) if name in files)]
     below = {
         name.removeprefix(f"{CONNECTORS}v1/"): files[name]
@@ -288,8 +288,10 @@ def added(text: str, kinds: Facts) -> Iterator[tuple[str, str]]:
             continue
         if node.func.attr != "add_argument":
             continue
-        names = [each.value for each in node.args if isinstance(each, ast.Constant)]
-        action = next((ast.unparse(each.value) for each in node.keywords if each.arg == "action"), "")
+        names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+        action = next(
+            (ast.unparse(keyword.value) for keyword in node.keywords if keyword.arg == "action"), ""
+        )
         own = str(names[0]).lstrip("-").replace("-", "_") if names else ""
         kind = "switch" if "store_true" in action else "value"
         if "BooleanOptionalAction" in action or (not action and "bool" in kinds.get(own, "")):
@@ -327,7 +329,7 @@ def by_name(facts: Mapping[str, Mapping[str, Facts]]) -> dict[str, object]:
 
     def shortened(said: Mapping[str, list[str]]) -> str:
         return "; ".join(
-            f"{each} {spans([(v, v in has) for v in facts], '-', ',')}" for each, has in said.items()
+            f"{value} {spans([(v, v in has) for v in facts], '-', ',')}" for value, has in said.items()
         )
 
     short = {kind: {name: shortened(said) for name, said in names.items()} for kind, names in found.items()}
@@ -349,7 +351,7 @@ def gone(known: Mapping[Release, frozenset[str]]) -> dict[str, Release]:
     releases = sorted(known)
     found: dict[str, Release] = {}
     for name in sorted(frozenset().union(*known.values()) - known[releases[-1]]):
-        last = max(each for each in releases if name in known[each])
+        last = max(release for release in releases if name in known[release])
         found[name] = releases[releases.index(last) + 1]
     return found
 
@@ -358,7 +360,7 @@ def show_gone(folder: Path) -> int:
     wheels = sorted(folder.glob("vllm*.whl"))
     known = {release(wheel.name.split("-")[1]): variables(wheel) for wheel in wheels}
     print("gone:")
-    for name, since in sorted(gone(known).items(), key=lambda each: (each[1], each[0])):
+    for name, since in sorted(gone(known).items(), key=lambda item: (item[1], item[0])):
         print(f"  {name}: {dotted(since)}")
     return 0
 

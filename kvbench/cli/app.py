@@ -23,9 +23,9 @@ from kvbench.version import __version__
 
 def _plain_flags(params: list[Any]) -> list[Any]:
     """Omit the value type of flags in the help."""
-    for each in params:
-        if getattr(each, "is_flag", False):
-            each.metavar = ""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
     return params
 
 
@@ -89,7 +89,7 @@ class _Commands(typer.core.TyperGroup):
 
     def __init__(self, *, commands: dict[str, Any], **options: Any) -> None:
         own = {
-            name: _Command(name, panel, each, _epilog(name)) for name, (panel, each, _) in _COMMANDS.items()
+            name: _Command(name, panel, func, _epilog(name)) for name, (panel, func, _) in _COMMANDS.items()
         }
         super().__init__(commands={**own, **commands}, **options)
 
@@ -173,7 +173,7 @@ _COMMANDS: dict[str, tuple[str, Callable[..., int | None], str]] = {
 
 
 def _epilog(name: str) -> str:
-    more = [f"kvbench {each}" for each in _COMMANDS if each.startswith(f"{name} ")]
+    more = [f"kvbench {command}" for command in _COMMANDS if command.startswith(f"{name} ")]
     also = f"   See also:  {', '.join(more)}" if more else ""
     return f"Example:  kvbench {name} {_COMMANDS[name][2]}".rstrip() + also
 

@@ -206,7 +206,7 @@ def scenarios(json_: ListJsonOption = False) -> None:
                 "name": name,
                 "engine": scenario.deployment.engine,
                 "launcher": scenario.deployment.launcher,
-                "connectors": [each.label for each in scenario.connectors],
+                "connectors": [connector.label for connector in scenario.connectors],
                 "description": " ".join(scenario.description.split()),
             }
         )

@@ -20,4 +20,4 @@ class VisibleConsole(Console):
             yield segment if control else Segment(visible(text), style)
 
     def out(self, *objects: Any, **asked: Any) -> None:
-        super().out(*(visible(str(each)) for each in objects), **asked)
+        super().out(*(visible(str(value)) for value in objects), **asked)

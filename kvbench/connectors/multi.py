@@ -37,7 +37,7 @@ class MultiOptions(ConnectorOptions):
             wrong = error.errors()[0]
             place = ".".join(str(part) for part in wrong["loc"])
             raise ValueError(f"first_options of {self.first}: {place}: {wrong['msg']}") from error
-        if any("kv_connector" not in each for each in self.then):
+        if any("kv_connector" not in member for member in self.then):
             raise ValueError("each mapping under `then` needs its kv_connector")
         return self
 
@@ -116,7 +116,7 @@ class Multi(Connector):
         assert first is not None
         # The engine id comes from the outer configuration; given twice it is an error.
         members = [{key: value for key, value in first.items() if key != "engine_id"}]
-        members += [{"kv_role": "kv_both", **each} for each in options.then]
+        members += [{"kv_role": "kv_both", **member} for member in options.then]
         config["kv_connector_extra_config"] = {"connectors": members}
         return config
 

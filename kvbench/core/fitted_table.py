@@ -84,7 +84,7 @@ class Grid:
 
     def _narrow(self, index: int) -> FittedColumn:
         column = self.columns[index]
-        cells = replace(self, columns=[replace(each, title="") for each in self.columns])
+        cells = replace(self, columns=[replace(entry, title="") for entry in self.columns])
         room = max(cells._column_width(index), LEAST_TITLE)
         return replace(column, title="\n".join(_wrap(column.title, room)))
 
@@ -99,7 +99,9 @@ class Grid:
         for index in droppable:
             shown.remove(index)
             if self._width(shown) <= width:
-                left_out = [_one_line(each.title) for at, each in enumerate(self.columns) if at not in shown]
+                left_out = [
+                    _one_line(column.title) for at, column in enumerate(self.columns) if at not in shown
+                ]
                 return Fitted(list(self._lines(shown)), left_out)
         return Fitted(list(self._blocks(width)))
 
@@ -171,7 +173,7 @@ def _wrap(text: str, width: int) -> list[str]:
     wrapped = (
         textwrap.wrap(line, width, break_long_words=False, break_on_hyphens=False) or [""] for line in lines
     )
-    return [each for lines in wrapped for each in lines]
+    return [line for lines in wrapped for line in lines]
 
 
 def _one_line(title: str) -> str:
@@ -182,5 +184,5 @@ def _cells_of(text: str) -> int:
     """Return a text's width in terminal columns."""
     if text.isascii():
         return len(text)
-    wide = sum(unicodedata.east_asian_width(each) in "WF" for each in text)
-    return len(text) + wide - sum(bool(unicodedata.combining(each)) for each in text)
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    return len(text) + wide - sum(bool(unicodedata.combining(char)) for char in text)

@@ -49,10 +49,10 @@ def _visible_values(value: Any) -> Any:
         return visible(value)
     if isinstance(value, dict):
         return {
-            visible(str(key)): each if isinstance(each, (int, float)) else _visible_values(each)
-            for key, each in value.items()
+            visible(str(key)): part if isinstance(part, (int, float)) else _visible_values(part)
+            for key, part in value.items()
         }
-    return [_visible_values(each) for each in value] if isinstance(value, list) else value
+    return [_visible_values(part) for part in value] if isinstance(value, list) else value
 
 
 def markdown_words(text: str) -> str:

@@ -204,7 +204,7 @@ _JSON_TYPES: Final[dict[type, dict[str, tuple[type, ...]]]] = {}
 def _kinds(hint: Any) -> tuple[type, ...]:
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return tuple(kind for each in get_args(hint) for kind in _kinds(each))
+        return tuple(kind for arg in get_args(hint) for kind in _kinds(arg))
     if origin is Literal:
         return (str,)
     if hint is float:
@@ -275,8 +275,8 @@ class TrialRecord:
         data["cell"] = Cell(**data["cell"])
         data["findings"] = [Finding(**finding) for finding in data.get("findings", [])]
         record = cls(**data)
-        for each in (record, record.cell, *record.findings):
-            require_types(each)
+        for part in (record, record.cell, *record.findings):
+            require_types(part)
         if not all(isinstance(label, str) for label in record.labels):
             raise TypeError(f"labels are {str(record.labels)[:40]!r}")
         if record.verdict not in get_args(VerdictKind):

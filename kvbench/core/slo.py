@@ -135,9 +135,9 @@ class Criterion:
         concerned = [limit for limit in self.limits if limit.metric in values]
         if self.limits and not concerned:
             return NO_VALUE
-        if not ok or not all(each.kept(None) for each in concerned if values[each.metric] is None):
+        if not ok or not all(limit.kept(None) for limit in concerned if values[limit.metric] is None):
             return math.inf
-        known = [(values[each.metric], each.limit) for each in concerned]
+        known = [(values[limit.metric], limit.limit) for limit in concerned]
         return max((value / limit for value, limit in known if value is not None), default=0.0)
 
     def text(self) -> str:
@@ -175,7 +175,7 @@ class Slo:
             None if ttft_ms is None else float(ttft_ms),
             None if tpot_ms is None else float(tpot_ms),
             0.95 if attainment is None else float(attainment),
-            tuple(Limit.from_json(each) for each in data.get("limits") or ()),
+            tuple(Limit.from_json(limit) for limit in data.get("limits") or ()),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -211,18 +211,18 @@ class Slo:
 
     @cached_property
     def _criteria(self) -> tuple[Criterion, ...]:
-        each = self.each
+        joint = self.each
         others = [limit for limit in self.limits if limit.statistic != "each"]
         shares = [Criterion("share", share, (limit,)) for limit in others if (share := limit.share)]
         means = [Criterion("mean", limit.limit, (limit,)) for limit in others if limit.statistic == "mean"]
-        if each or not shares:
-            shares.insert(0, Criterion("share", self.attainment, each))
+        if joint or not shares:
+            shares.insert(0, Criterion("share", self.attainment, joint))
         return (*shares, *means)
 
     @property
     def shares(self) -> tuple[float, ...]:
         """Required shares of requests: the attainment, or 0.99 for a P99. Never empty."""
-        return tuple(each.target for each in self.all_criteria() if each.kind == "share")
+        return tuple(criterion.target for criterion in self.all_criteria() if criterion.kind == "share")
 
     def criteria(self) -> tuple[tuple[CriterionKind, float], ...]:
         """(kind, target) of each criterion, in the order of ``observe``."""
@@ -238,7 +238,7 @@ class Slo:
 
     def tightest(self, metric: str) -> float | None:
         """Return the lowest limit on a metric, of any statistic and turn."""
-        named = (metric, *(each for each in SESSION_METRICS if each.endswith(f"_{metric}")))
+        named = (metric, *(name for name in SESSION_METRICS if name.endswith(f"_{metric}")))
         limits = [limit.limit for limit in (*self.each, *self.limits) if limit.metric in named]
         return min(limits, default=None)
 
@@ -278,10 +278,10 @@ class Slo:
         their mean with probability exp(-n), and n times the limit of a share p with (1 - p)^n."""
         beyond = {"each": 1 - self.attainment, "mean": math.exp(-1)}
         patient = []
-        for each in self._every_limit:
-            share = 1 - each.share if each.share else beyond[each.statistic]
+        for limit in self._every_limit:
+            share = 1 - limit.share if limit.share else beyond[limit.statistic]
             times = math.log(RARE) / math.log(share) if share else TIMES
-            patient.append(replace(each, limit=each.limit * max(TIMES, times)))
+            patient.append(replace(limit, limit=limit.limit * max(TIMES, times)))
         return Slo(limits=tuple(patient)).longest_ms(output_len)
 
     def text(self) -> str:
@@ -396,7 +396,7 @@ def timeout_problem(data: Mapping[str, Any]) -> str:
 def _slos(slo: Mapping[str, Any]) -> list[Slo]:
     tiers = slo.get("tiers") or {"": slo}
     listed = [{**tier, "limits": _listed(tier.get("limits"))} for tier in tiers.values()]
-    return [Slo.from_json(each) for each in listed]
+    return [Slo.from_json(tier) for tier in listed]
 
 
 def _listed(limits: Any) -> Any:

@@ -64,7 +64,7 @@ def with_ports(plan: DeploymentPlan, host: str) -> DeploymentPlan:
 
 def with_ports_at(plan: DeploymentPlan, deployment: Deployment, launcher: Launcher) -> DeploymentPlan:
     """Replace open ports by free ones of each process's host."""
-    names = [each.name for each in plan.instances] + ["router", _HELPERS]
+    names = [instance.name for instance in plan.instances] + ["router", _HELPERS]
     places = {name: f"{launcher.place_of(name).host} {deployment.address_of(name)}" for name in names}
 
     def choose(name: str, counts: Sequence[int]) -> Sequence[int]:
@@ -79,11 +79,13 @@ def require_free_ports(plan: DeploymentPlan, deployment: Deployment, launcher: L
     if plan.router_port:
         wanted["router"].append(("router", plan.router_port))
     wanted["router"] += [(f"{plan.label}'s helpers", port) for port in plan.service_ports]
-    for each in plan.instances:
-        nodes = deployment.nodes_of(each.name)
+    for instance in plan.instances:
+        nodes = deployment.nodes_of(instance.name)
         for node in range(max(1, len(nodes))):
-            name = f"{each.name}{NODE}{node}" if node else each.name
-            wanted[name] = [(_port_of(each, port), port) for port in each.ports_on(node, len(nodes)) if port]
+            name = f"{instance.name}{NODE}{node}" if node else instance.name
+            wanted[name] = [
+                (_port_of(instance, port), port) for port in instance.ports_on(node, len(nodes)) if port
+            ]
     for name, needed in wanted.items():
         if needed:
             launcher.place_of(name).require_free(deployment.address_of(name), needed)
@@ -102,13 +104,13 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
     if plan.router_port == 0:
         open_.append(("router", "port", 1))
     open_ += [(_HELPERS, str(index), 1) for index, port in enumerate(plan.service_ports) if port == 0]
-    for each in plan.instances:
-        if each.port == 0:
-            open_.append((each.name, "port", 1))
-        if each.side_port == 0:
-            open_.append((each.name, "side_port", each.side_ports))
-        if each.group_port == 0:
-            open_.append((each.name, "group_port", GROUP_PORTS))
+    for instance in plan.instances:
+        if instance.port == 0:
+            open_.append((instance.name, "port", 1))
+        if instance.side_port == 0:
+            open_.append((instance.name, "side_port", instance.side_ports))
+        if instance.group_port == 0:
+            open_.append((instance.name, "group_port", GROUP_PORTS))
     chosen: dict[tuple[str, str], int] = {}
     by_place: dict[str, list[tuple[str, str, int]]] = {}
     for name, what, count in open_:
@@ -120,12 +122,12 @@ def _with_chosen(plan: DeploymentPlan, places: dict[str, str], choose: Choose) -
         plan,
         instances=tuple(
             replace(
-                each,
-                port=chosen.get((each.name, "port"), each.port),
-                side_port=chosen.get((each.name, "side_port"), each.side_port),
-                group_port=chosen.get((each.name, "group_port"), each.group_port),
+                instance,
+                port=chosen.get((instance.name, "port"), instance.port),
+                side_port=chosen.get((instance.name, "side_port"), instance.side_port),
+                group_port=chosen.get((instance.name, "group_port"), instance.group_port),
             )
-            for each in plan.instances
+            for instance in plan.instances
         ),
         router_port=chosen.get(("router", "port"), plan.router_port),
         service_ports=tuple(
@@ -243,7 +245,7 @@ class RunningDeployment:
         self._watch.check(self.processes)
 
     def process(self, name: str) -> Process:
-        found = next((each for each in self.processes if each.name == name), None)
+        found = next((process for process in self.processes if process.name == name), None)
         if found is None:
             raise LookupError(f"there is no {name}, but {', '.join(self.pids())}")
         return found
@@ -273,7 +275,7 @@ class RunningDeployment:
     def gpus(self) -> tuple[str, ...]:
         """GPUs of its engines as in host figures; empty unless all are known."""
         found: dict[str, None] = {}
-        names = {each.name for each in self.plan.instances}
+        names = {instance.name for instance in self.plan.instances}
         for spec in self._specs:
             if spec.name.partition(NODE)[0] not in names:
                 continue
@@ -336,7 +338,7 @@ class RunningDeployment:
     def under_way(self) -> float | None:
         """Running and waiting requests of all instances, or None if one does not report them."""
         reported = [self._reported_under_way(url) for url in self.endpoints.metrics_urls.values()]
-        known = sum(each for each in reported if each is not None)
+        known = sum(count for count in reported if count is not None)
         return known if known or (reported and None not in reported) else None
 
     def _reported_under_way(self, url: str) -> float | None:
@@ -380,7 +382,7 @@ class RunningDeployment:
 
     def _wait_ready(self, deadline: float) -> None:
         # A process without URL and port serves another one, whose check covers both.
-        waiting = [each.spec for each in self.processes if each.spec.ready_url or each.spec.port]
+        waiting = [process.spec for process in self.processes if process.spec.ready_url or process.spec.port]
         last_answer = ""
         began = time.monotonic()
         while waiting:
@@ -420,8 +422,8 @@ class RunningDeployment:
         if lines:
             message += "\nlast lines of the logs:\n" + "\n".join(lines)
         if found:
-            message += "\n" + "\n".join(each.text() for each in found)
-        advice = [each.hint for each in found[:1]] or ["see the logs"]
+            message += "\n" + "\n".join(diagnosis.text() for diagnosis in found)
+        advice = [diagnosis.hint for diagnosis in found[:1]] or ["see the logs"]
         raise LaunchError(message, hint=f"{advice[0]}, or raise deployment.ready_timeout_s")
 
     def _endpoints(self) -> Endpoints:

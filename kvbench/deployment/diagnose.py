@@ -146,7 +146,7 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
     possible = [pattern for pattern in patterns().values() if source.has(pattern)]
     found: dict[str, Diagnosis] = {}
     for number, line in enumerate(lines, 1):
-        pattern = next((each for each in possible if each.regex.search(line)), None)
+        pattern = next((candidate for candidate in possible if candidate.regex.search(line)), None)
         if pattern is None:
             continue
         quote = line.strip()[:MAX_QUOTE_CHARS]
@@ -158,7 +158,7 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
 
 def worst(diagnoses: Iterable[Diagnosis]) -> Diagnosis | None:
     """Fatal diagnosis nearest to the root, or None."""
-    fatal = [each for each in diagnoses if each.fatal]
+    fatal = [diagnose for diagnose in diagnoses if diagnose.fatal]
     return min(fatal, key=_rank) if fatal else None
 
 
@@ -201,7 +201,7 @@ class LogWatch:
         for log in self._logs:
             if process in ("", log.source.process):
                 self._add(log.taken(log.reader.drain()))
-        found = [each for each in self._found.values() if process in ("", each.process)]
+        found = [diagnosis for diagnosis in self._found.values() if process in ("", diagnosis.process)]
         return worst(found)
 
     def take(self) -> list[Diagnosis]:
@@ -213,9 +213,9 @@ class LogWatch:
     def transports(self) -> list[LoggedTransport]:
         """KV transports in the logs since the processes' start. Tables precede lanes; of lanes the active
         side's count, as others may carry messages."""
-        found = [(log.source, each) for log in self._logs for each in log.transports.found()]
-        tables = [each for _, each in found if each.operation]
-        return tables or [each for source, each in found if source.moves_kv]
+        found = [(log.source, transport) for log in self._logs for transport in log.transports.found()]
+        tables = [transport for _, transport in found if transport.operation]
+        return tables or [transport for source, transport in found if source.moves_kv]
 
     def _add(self, found: Iterable[Diagnosis]) -> None:
         for new in found:
@@ -249,16 +249,16 @@ def command(names: Sequence[str], protocol: str, console: Console, *, as_json: b
     found: list[dict[str, object]] = []
     for name, source in _logs(list(names) or [STDIN]):
         with source as file:
-            for each in diagnose(_lines(file), LogSource(transport_asked=protocol)):
-                found.append({"log": name, **vars(each)})
-                spoiled += each.level != "warning"
+            for cause in diagnose(_lines(file), LogSource(transport_asked=protocol)):
+                found.append({"log": name, **vars(cause)})
+                spoiled += cause.level != "warning"
                 if as_json:
                     continue
-                times = f", {each.count} times" if each.count > 1 else ""
-                console.print(f"{_MARKS[each.level]} ", end="")
-                console.print(f"{name}:{each.number}{times}: {each.cause}", markup=False, soft_wrap=True)
-                console.print(f"    log   {each.line}", markup=False, soft_wrap=True)
-                console.print(f"    hint  {each.hint}", markup=False, soft_wrap=True)
+                times = f", {cause.count} times" if cause.count > 1 else ""
+                console.print(f"{_MARKS[cause.level]} ", end="")
+                console.print(f"{name}:{cause.number}{times}: {cause.cause}", markup=False, soft_wrap=True)
+                console.print(f"    log   {cause.line}", markup=False, soft_wrap=True)
+                console.print(f"    hint  {cause.hint}", markup=False, soft_wrap=True)
     if as_json:
         console.file.write(json.dumps({"causes": found}, indent=2) + "\n")
     elif not found:
@@ -275,12 +275,12 @@ def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContex
         paths = sorted(path.rglob("*.log")) if path.is_dir() else [path]
         if not paths:
             raise InputError(f"{path} holds no *.log", hint="name the files")
-        for each in paths:
+        for log in paths:
             try:
-                yield str(each), each.open("rb")
+                yield str(log), log.open("rb")
             except OSError as error:
-                said = f"{each} cannot be read: {error.strerror or error}"
-                raise InputError(said, hint=similar_files(each).strip()) from error
+                said = f"{log} cannot be read: {error.strerror or error}"
+                raise InputError(said, hint=similar_files(log).strip()) from error
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

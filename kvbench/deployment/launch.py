@@ -108,7 +108,9 @@ def _print_endpoints(deployment: RunningDeployment, launcher: Launcher, console:
 
 def side_ports(deployment: RunningDeployment, name: str) -> list[str]:
     """Describe an instance's side ports: Mooncake's bootstrap server, or side channel."""
-    ports = next((each.all_side_ports for each in deployment.plan.instances if each.name == name), ())
+    ports = next(
+        (instance.all_side_ports for instance in deployment.plan.instances if instance.name == name), ()
+    )
     if not ports:
         return []
     what = "bootstrap port" if deployment.connector.needs_bootstrap else "side port"
@@ -160,7 +162,7 @@ def print_commands(
         )
     for spec in specs:
         if elsewhere:
-            host = next((each for each in deployment.hosts.values() if each.address == spec.host), None)
+            host = next((node for node in deployment.hosts.values() if node.address == spec.host), None)
             python = (host.python if host else "") or "python3"
             spec = replace(spec, argv=tuple(python if word == sys.executable else word for word in spec.argv))
         print(f"\n{shell_script(spec, CODE if elsewhere else '')}")
@@ -169,9 +171,9 @@ def print_commands(
 
 def _chosen(plan: Plan) -> DeploymentPlan:
     """First deployment that is not for reference outputs only."""
-    for each in plan.deployments:
-        if not each.reference_only:
-            return each
+    for deployment in plan.deployments:
+        if not deployment.reference_only:
+            return deployment
     raise InputError("the scenario has no connector to launch")
 
 
@@ -243,9 +245,9 @@ def _reached(
 def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
     own = {fleet.run_tag} if isinstance(fleet, Fleet) else set()
     seen = set()
-    for each in tagged.tagged(own):
-        seen.add(each.pid)
-        yield {"host": HERE, **vars(each)}
+    for process in tagged.tagged(own):
+        seen.add(process.pid)
+        yield {"host": HERE, **vars(process)}
     for name, agent in fleet.items():
         # An agent that sees this process is on this machine, and so are all that it lists.
         answer = agent.ask("tagged", but=sorted(own))

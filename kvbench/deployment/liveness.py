@@ -60,7 +60,7 @@ class ProcessWatch:
         for process in processes:
             if (status := process.poll()) is not None:
                 self._logs.drain(process.name)
-                mine = [each for each in self._logs.take() if each.process == process.name]
+                mine = [diagnosis for diagnosis in self._logs.take() if diagnosis.process == process.name]
                 raise died(process, status, mine[0] if mine else None, processes)
         if self._logs.poll() is None:
             self._check_liveness(processes)
@@ -76,7 +76,7 @@ class ProcessWatch:
             return
         process, what, hint = found
         self._logs.drain()
-        reported = [each.text() for each in self._logs.take()]
+        reported = [diagnosis.text() for diagnosis in self._logs.take()]
         words = "; ".join([what, *reported]) if reported else what + last_words(processes)
         raise ProcessHungError(words, hint=f"{hint}; the whole log is {process.log_path}")
 
@@ -99,7 +99,7 @@ class ProcessWatch:
     def explained(self, processes: Sequence[Process]) -> tuple[str, str]:
         """Log diagnosis for a message, and the hint; without a cause the last lines."""
         if found := self.take():
-            return "\n".join(["", *(each.text() for each in found)]), self._hint(found[0])
+            return "\n".join(["", *(diagnosis.text() for diagnosis in found)]), self._hint(found[0])
         words = last_words(processes)
         return words, "no log shows a known cause: see the whole logs" if words else ""
 
@@ -164,11 +164,11 @@ def died(
     if lines:
         message += "\nits last lines:\n" + "\n".join(f"  {line}" for line in lines)
     if diagnosis is None and status != PORT_IN_USE_EXIT:
-        message += last_words([each for each in others if each is not process])
+        message += last_words([other for other in others if other is not process])
     return ProcessDiedError(message, hint=hint)
 
 
 def last_words(processes: Sequence[Process]) -> str:
     """Last lines of each log for a message, or ""."""
-    lines = [f"  {each.name}: {line}" for each in processes for line in each.tail(OTHERS_LINES)]
+    lines = [f"  {process.name}: {line}" for process in processes for line in process.tail(OTHERS_LINES)]
     return "\n".join(["", "last lines of the logs:", *lines]) if lines else ""

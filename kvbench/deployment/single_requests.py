@@ -125,7 +125,7 @@ class SingleRequests:
     ) -> list[Completion]:
         """Return concurrent greedy completions. Raises ServerError."""
         fields = [self._prompt(prompt) for prompt in prompts]
-        return [self._read(each, completion_of) for each in self._post(fields, max_tokens, scored)]
+        return [self._read(answer, completion_of) for answer in self._post(fields, max_tokens, scored)]
 
     def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
         """Seconds of one streamed answer, as in a trial. Raises ServerError."""
@@ -143,7 +143,7 @@ class SingleRequests:
             room = min(self._scenario.workload.input_len)  # which fits the server, including the output
             words = max(1, min(PROBE_WORDS[0], room // 8)), max(2, min(PROBE_WORDS[1], room // 2))
             fields = [{"messages": messages(range(count))} for count in words]
-            tokens = [self._read(each, prompt_tokens_of) for each in self._post(fields, 1, scored=False)]
+            tokens = [self._read(answer, prompt_tokens_of) for answer in self._post(fields, 1, scored=False)]
             if tokens[1] <= tokens[0]:
                 raise ServerError(
                     f"POST {self._url} counted {tokens[0]} prompt tokens for {words[0]} words and "

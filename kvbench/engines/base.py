@@ -250,7 +250,7 @@ def argv_of(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             words.append(f"--{flag}" if value else f"--no-{flag}")
         elif isinstance(value, (list, tuple)):
-            words += [f"--{flag}", *(_word(each) for each in value)]
+            words += [f"--{flag}", *(_word(part) for part in value)]
         else:
             words += [f"--{flag}", _word(value)]
     return words

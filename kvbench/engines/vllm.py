@@ -221,7 +221,7 @@ class Vllm(Engine):
                 hint=f"deployment.{instance.role}.data_parallel_size counts the ranks of all hosts",
             )
         here = [instance.on_node(number) for number in range(len(instance.nodes))]
-        specs = [self.process(each, connector, connector_options, options) for each in here]
+        specs = [self.process(part, connector, connector_options, options) for part in here]
         return [_on_node(spec, instance, number) for number, spec in enumerate(specs)]
 
     def process(

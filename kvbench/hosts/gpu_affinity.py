@@ -87,8 +87,8 @@ def _affinity(
         way = WAYS[min(ways.values())[0]]
     elif told:  # sysfs shows no distance: nvidia-smi may
         order = ("PIX", "PXB", "PHB", "NODE", "SYS")
-        way = min(told.values(), key=lambda each: order.index(each) if each in order else len(order))
-        nearest = [name for name, each in told.items() if each == way]
+        way = min(told.values(), key=lambda link: order.index(link) if link in order else len(order))
+        nearest = [name for name, link in told.items() if link == way]
     else:
         way = WAYS[-1] if ways else ""
     return {

@@ -85,7 +85,7 @@ def nvlink_bytes(name: str = LIBRARY) -> dict[int, tuple[float, float]]:
         for place, field in enumerate(_LINK_DATA):
             fields[place].field, fields[place].scope = field, _ALL_LINKS
         known = library.nvmlDeviceGetFieldValues(gpu, ctypes.c_int(len(fields)), fields) == 0
-        if known and all(each.returned == 0 for each in fields):
+        if known and all(field.returned == 0 for field in fields):
             yield index, (fields[0].value * _KIB, fields[1].value * _KIB)
 
     return dict(_of_each_gpu(name, read))

@@ -71,10 +71,10 @@ def belonging(table: Mapping[int, ProcessReading], roots: Collection[int]) -> se
     worker whose parent has ended keeps its session."""
     found = {pid for pid in roots if pid in table}
     led = {pid for pid in found if table[pid].session == pid}
-    found |= {each.pid for each in table.values() if each.session in led}
+    found |= {process.pid for process in table.values() if process.session in led}
     children: dict[int, list[int]] = {}
-    for each in table.values():
-        children.setdefault(each.parent, []).append(each.pid)
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process.pid)
     waiting = list(found)
     while waiting:
         fresh = [pid for pid in children.get(waiting.pop(), ()) if pid not in found]
@@ -99,7 +99,7 @@ class Listeners:
 
 def listening(urls: Iterable[str]) -> Listeners:
     """Find the processes that listen at the ports of URLs of this machine."""
-    addresses = {each.address for all_of in psutil.net_if_addrs().values() for each in all_of}
+    addresses = {entry.address for all_of in psutil.net_if_addrs().values() for entry in all_of}
     here = {"localhost", "0.0.0.0", *addresses}
     ports = {}
     for url in urls:
@@ -113,9 +113,9 @@ def listening(urls: Iterable[str]) -> Listeners:
     except (psutil.Error, OSError):
         sockets = []
     seen: dict[int, set[int]] = {}
-    for each in sockets:
-        if each.pid and each.status == psutil.CONN_LISTEN and each.laddr:
-            seen.setdefault(each.laddr.port, set()).add(each.pid)
+    for socket in sockets:
+        if socket.pid and socket.status == psutil.CONN_LISTEN and socket.laddr:
+            seen.setdefault(socket.laddr.port, set()).add(socket.pid)
     found = {pid for port in ports.values() for pid in seen.get(port, ())}
     unseen = tuple(url for url, port in ports.items() if port not in seen)
     return Listeners(tuple(sorted(found)), tuple(ports), unseen)
@@ -125,10 +125,10 @@ def family(pid: int) -> list[int]:
     """Return a process and its living descendants, itself first. Reads a file per thread: too slow for many
     calls per second."""
     found = [pid]
-    for each in found:
+    for member in found:
         with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{each}/task"):
-                with contextlib.suppress(OSError), open(f"/proc/{each}/task/{thread}/children") as file:
+            for thread in os.listdir(f"/proc/{member}/task"):
+                with contextlib.suppress(OSError), open(f"/proc/{member}/task/{thread}/children") as file:
                     found += [int(child) for child in file.read().split()]
     return found
 

@@ -185,11 +185,11 @@ def read_host(*, slowdowns: bool = True, whose: bool = True, also: Collection[in
     table = procfs.processes() if whose else {}
     mine = procfs.belonging(table, {os.getpid(), *also})
     own = sum(table[pid].cpu_s + table[pid].ended_s for pid in mine)
-    kernel = {pid for pid, each in table.items() if procfs.is_kernel_thread(each)}
+    kernel = {pid for pid, process in table.items() if procfs.is_kernel_thread(process)}
     own += sum(table[pid].cpu_s for pid in kernel - mine)
     others = {
-        (pid, each.started): (each.name, each.cpu_s)
-        for pid, each in table.items()
+        (pid, process.started): (process.name, process.cpu_s)
+        for pid, process in table.items()
         if pid not in mine and pid not in kernel
     }
     steal = float(getattr(times, "steal", 0.0))

@@ -236,10 +236,10 @@ def status_text(status: int) -> str:
 
 def failure_hint(url: str, error: Exception) -> str:
     """Return the likely cause of a request without an answer."""
-    text = " ".join(str(each) for each in _causes(error))
+    text = " ".join(str(cause) for cause in _causes(error))
     parts = urlsplit(url)
     if "CERTIFICATE_VERIFY_FAILED" in text or any(
-        isinstance(each, ssl.SSLCertVerificationError) for each in _causes(error)
+        isinstance(cause, ssl.SSLCertVerificationError) for cause in _causes(error)
     ):
         return (
             "its certificate is not trusted: give its CA file with --ca-file FILE, or skip verification "

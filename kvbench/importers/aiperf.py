@@ -208,7 +208,7 @@ def _asked(row: ServingRow, config: Any) -> None:
     if not isinstance(config, Mapping):
         return
     phases = listed(config.get("phases")) or [config.get("loadgen")]
-    phase = next((each for each in reversed(list(phases)) if isinstance(each, Mapping)), {})
+    phase = next((entry for entry in reversed(list(phases)) if isinstance(entry, Mapping)), {})
     row.request_rate = rate(phase.get("rate", phase.get("request_rate")))
     row.num_prompts = whole(phase.get("requests", phase.get("request_count")))
     row.settings |= {

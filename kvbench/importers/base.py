@@ -299,8 +299,8 @@ class LoggedRequest:
 
 def records_of(seen: Sequence[LoggedRequest]) -> list[RequestRecord]:
     """Return the requests by planned send, with times from the first send."""
-    ordered = sorted(seen, key=lambda each: each.scheduled_s)
-    return [_record(each, ordered[0].scheduled_s) for each in ordered]
+    ordered = sorted(seen, key=lambda request: request.scheduled_s)
+    return [_record(request, ordered[0].scheduled_s) for request in ordered]
 
 
 def _record(seen: LoggedRequest, start: float) -> RequestRecord:

@@ -99,14 +99,14 @@ def _on_one_clock(seen: Sequence[Mapping[str, Any]]) -> list[LoggedRequest]:
 def _summed_up(row: ServingRow) -> None:
     requests = row.requests
     row.figures["completed"] = len(requests)
-    ttft = [each.ttft_s for each in requests if each.ttft_s is not None]
-    tpot = [each.tpot_s for each in requests if each.tpot_s is not None]
+    ttft = [request.ttft_s for request in requests if request.ttft_s is not None]
+    tpot = [request.tpot_s for request in requests if request.tpot_s is not None]
     for name, values in (("mean_ttft_ms", ttft), ("mean_tpot_ms", tpot)):
         if values:
             row.figures[name] = 1e3 * fmean(values)
             row.derived[name] = "mean over the requests"
-    row.take_mean_length("input_len", fmean(each.input_len for each in requests), "input_toks")
-    row.take_mean_length("output_len", fmean(each.output_len for each in requests), "output_toks")
+    row.take_mean_length("input_len", fmean(request.input_len for request in requests), "input_toks")
+    row.take_mean_length("output_len", fmean(request.output_len for request in requests), "output_toks")
     row.derived["requests.first_token_s"] = (
         "the engine's clock, aligned with the client's by the smallest difference"
     )

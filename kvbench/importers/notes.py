@@ -82,7 +82,7 @@ def _claim(
         claim["input_len"] = [length for length in measured if low <= length <= high]
     if "ahead" in found:
         claim["ahead"] = found["ahead"].lower()
-        others = [each for each in known if each != claim["ahead"]]
+        others = [name for name in known if name != claim["ahead"]]
         only = others[0] if len(others) == 1 else ""  # measured connectors only
         claim["behind"] = found.get("behind", only).lower()
     if "least" in found:

@@ -55,7 +55,7 @@ def read(path: Path) -> Imported:
             about = {"test": test, "unit": unit, "both_directions": both, "settings": dict(settings)}
             _take(text.split(), about, Origin(path.name, line, line, TOOL), reading)
         elif not unit:
-            settings |= {each["name"].strip(): each["value"] for each in _SETTING.finditer(text)}
+            settings |= {match["name"].strip(): match["value"] for match in _SETTING.finditer(text)}
     return reading
 
 

@@ -108,7 +108,7 @@ def _tables(lines: Sequence[str]) -> list[_Table]:
             table = _Table(at + 1, title, header_line=place + 1, header=stripped)
             if found := _TITLE.match(title):
                 table.axis = found["axis"]
-                table.kept = {each["name"]: int(each["value"]) for each in _KEPT.finditer(found["kept"])}
+                table.kept = {match["name"]: int(match["value"]) for match in _KEPT.finditer(found["kept"])}
             tables.append(table)
         elif tables and place + 1 == _next_line(tables[-1]) and (found := _ROW.match(stripped)):
             value = _VALUE.search(found["setting"])

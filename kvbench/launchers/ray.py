@@ -69,7 +69,7 @@ def missing(bundles: Sequence[Bundle], nodes: Sequence[Mapping[str, Any]], *, sp
     alive = [node for node in nodes if node.get("Alive", node.get("alive"))]
     lacking = [
         f"no node has what {bundle.words()} requires"
-        for bundle in {each.words(): each for each in bundles}.values()
+        for bundle in {bundle.words(): bundle for bundle in bundles}.values()
         if not any(_fits(bundle, node) for node in alive)
     ]
     if not lacking and spread and len(bundles) > len(alive):

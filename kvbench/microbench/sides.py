@@ -221,7 +221,7 @@ class Workers:
                 worker.process.kill()
             for launcher in dict.fromkeys(worker.launcher for worker in workers):
                 if launcher is not self._launcher:  # what is left of them on another host
-                    launcher.stop([each.process for each in workers if each.launcher is launcher], 0.0)
+                    launcher.stop([worker.process for worker in workers if worker.launcher is launcher], 0.0)
 
 
 TOUCH_BYTES_PER_S: Final = 200e6

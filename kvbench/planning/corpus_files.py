@@ -301,12 +301,12 @@ def _spread_table(spreads: dict[str, Spread]) -> Any:
     from rich.table import Column, Table
 
     table = Table(
-        Column(""), *(Column(each, justify="right") for each in _HEADS), box=None, padding=(0, 2, 0, 0)
+        Column(""), *(Column(head, justify="right") for head in _HEADS), box=None, padding=(0, 2, 0, 0)
     )
-    for name, each in spreads.items():
+    for name, spread in spreads.items():
         share = name == "session_reuse"
         table.add_row(
-            _LABELS[name], *(f"{100 * x:.1f}" if share else f"{x:,.10g}" for x in map(_short, each))
+            _LABELS[name], *(f"{100 * x:.1f}" if share else f"{x:,.10g}" for x in map(_short, spread))
         )
     return table
 
@@ -320,7 +320,7 @@ def _capacity_table(report: CorpusReport) -> Any:
 
     gb = [f"GB of {report.model.name}"] if report.model else []
     titles = ("cache (tokens)", *gb, "one a session (%)", "one for all (%)")
-    table = Table(*(Column(each, justify="right") for each in titles), box=None, padding=(0, 2, 0, 0))
+    table = Table(*(Column(title, justify="right") for title in titles), box=None, padding=(0, 2, 0, 0))
     for row in report.capacities:
         size = report.gb(row.tokens)
         cells = [] if report.model is None else ["–" if size is None else f"{size:,.1f}"]

@@ -26,7 +26,7 @@ Listed = Sequence[Mapping[str, Any]] | None
 def with_devices(plan: Plan) -> Plan:
     """Add each instance's GPUs to the plan. Missing ones are numbered on, for commands printed for another
     machine; ``require_gpus`` prevents a start. Remote hosts: ``far_device_env``."""
-    wanted = [_local_wants(plan.scenario, each) for each in plan.deployments]
+    wanted = [_local_wants(plan.scenario, deployment) for deployment in plan.deployments]
     if not any(wanted):
         return plan
     pool = pool_here(plan.scenario)
@@ -36,14 +36,17 @@ def with_devices(plan: Plan) -> Plan:
             dealt = _deal_local(planned.label, wants, pool)
         except InputError:
             dealt = _deal_local(planned.label, wants, None)
-        instances = (replace(each, devices=dealt.get(each.name, each.devices)) for each in planned.instances)
+        instances = (
+            replace(instance, devices=dealt.get(instance.name, instance.devices))
+            for instance in planned.instances
+        )
         found.append(replace(planned, instances=tuple(instances)))
     return replace(plan, deployments=tuple(found))
 
 
 def require_gpus(plan: Plan, listed: Listed = None) -> None:
     """Raise InputError if a deployment's hosts have too few GPUs. ``listed``: local ones, if known."""
-    wanted = [_local_wants(plan.scenario, each) for each in plan.deployments]
+    wanted = [_local_wants(plan.scenario, deployment) for deployment in plan.deployments]
     if any(wanted):
         pool = pool_here(plan.scenario, listed)
         for planned, wants in zip(plan.deployments, wanted, strict=True):
@@ -87,7 +90,10 @@ def far_device_env(
         elif numbered:
             pools[name] = None
     wants = [
-        want for each in planned.instances for want in _remote_wants(deployment, each) if want.host in pools
+        want
+        for instance in planned.instances
+        for want in _remote_wants(deployment, instance)
+        if want.host in pools
     ]
     dealt = deal(planned.label, wants, pools)
     return {process: {VISIBLE: ",".join(numbers)} for process, numbers in dealt.items()}
@@ -118,8 +124,10 @@ def _local_wants(scenario: Scenario, planned: DeploymentPlan) -> list[GpuWant]:
     if deployment.hosts or deployment.launcher != "local":
         return []
     wants = [
-        GpuWant(each.name, each.role, deployment.address_of(each.name), _need(deployment, each))
-        for each in planned.instances
+        GpuWant(
+            instance.name, instance.role, deployment.address_of(instance.name), _need(deployment, instance)
+        )
+        for instance in planned.instances
     ]
     return [want for want in wants if want.need.count]
 

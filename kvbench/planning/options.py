@@ -365,7 +365,7 @@ def with_options(command: Callable[..., Result]) -> Callable[..., Result]:
     @functools.wraps(command)
     def run(**given: Any) -> Result:
         values = {name: given.pop(name) for name in names}
-        repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
+        repeated = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return command(options=kind(**values | repeated), **given)
 
     # Typer reads a command's options from it.

@@ -298,10 +298,10 @@ def _minimal(cli: CliOptions, engine: str, connector: str, served: str, options:
 
 def _headers(given: tuple[str, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for each in given:
-        name, mark, value = (part.strip() for part in each.partition(":"))
+    for header in given:
+        name, mark, value = (part.strip() for part in header.partition(":"))
         if not mark:
-            raise InputError(f"--header takes 'NAME: VALUE', not {each.split('=')[0]!r}")
+            raise InputError(f"--header takes 'NAME: VALUE', not {header.split('=')[0]!r}")
         if problem := header_problem(name, value):
             raise InputError(f"--header: {problem}")
         found[name] = value

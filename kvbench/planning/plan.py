@@ -39,8 +39,8 @@ def plan_of(scenario: Scenario) -> Plan:
             problems.append(f"{choice.label} cannot run: {error.message}; {error.hint}")
     launch_s = engines.get(scenario.deployment.engine).launch_s
     plan = make_plan(scenario, known, launch_s=launch_s, profiles=profiles)
-    measured = [each.label for each in plan.deployments if not each.reference_only]
-    unequal = [f"{each.message}; {each.advice}" for each in unequal_ranks(plan.to_json(), measured)]
+    measured = [deployment.label for deployment in plan.deployments if not deployment.reference_only]
+    unequal = [f"{rank.message}; {rank.advice}" for rank in unequal_ranks(plan.to_json(), measured)]
     return with_devices(replace(plan, notes=(*plan.notes, *problems, *engine_warnings(scenario), *unequal)))
 
 
@@ -52,9 +52,9 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
     skipped, problems = left_out(scenario, plan), obstacles(scenario, plan, cli.scenario)
     code = EXIT_BAD_INPUT if problems else EXIT_OK
     if as_json:
-        processes = {each.label: _processes(scenario, each) for each in plan.deployments}
-        reasons = [{"what": each.reason, "fix": each.fix} for each in problems]
-        skips = {label: {"why": each.reason, "fix": each.fix} for label, each in skipped.items()}
+        processes = {deployment.label: _processes(scenario, deployment) for deployment in plan.deployments}
+        reasons = [{"what": problem.reason, "fix": problem.fix} for problem in problems]
+        skips = {label: {"why": problem.reason, "fix": problem.fix} for label, problem in skipped.items()}
         whole = {**plan.to_json(), "processes": processes, "obstacles": reasons, "left_out": skips}
         print(json.dumps(whole, indent=2))
         return code
@@ -69,9 +69,9 @@ def command(cli: CliOptions, console: Console, *, as_json: bool) -> int:
         console.print(f"note: {note}", markup=False)
     _print_time(plan, skipped, console)
     if budget_s := scenario.search.budget_s:
-        each = duration_text(budget_s / len(plan.cells))
+        share = duration_text(budget_s / len(plan.cells))
         how = "the precision below assumes that all of it is near the result, and falls with its square root"
-        console.print(f"budget: {each} of trials for each of {len(plan.cells)} cells; {how}", markup=False)
+        console.print(f"budget: {share} of trials for each of {len(plan.cells)} cells; {how}", markup=False)
     if text := prospect_text(plan.prospects):
         console.print(f"precision: {text}", markup=False)
     console.print("nothing was started", markup=False)
@@ -120,9 +120,14 @@ def _of_this_machine(plan: Plan) -> Iterator[str]:
     """Warn about TCP next to RDMA, and show GPU locations, for a local plan."""
     if plan.scenario.deployment.launcher != "local":
         return
-    for each in transport_findings(plan.scenario, plan, {"": rdma()}):
-        yield f"{each.message}; {each.advice}"
-    dealt = {device for planned in plan.deployments for each in planned.instances for device in each.devices}
+    for finding in transport_findings(plan.scenario, plan, {"": rdma()}):
+        yield f"{finding.message}; {finding.advice}"
+    dealt = {
+        device
+        for planned in plan.deployments
+        for instance in planned.instances
+        for device in instance.devices
+    }
     for card in (with_affinity(gpus()) or ()) if dealt else ():
         if card["index"] in dealt:
             yield f"GPU {card['index']}: {affinity_text(card)}"
@@ -188,12 +193,14 @@ def _engines(plan: Plan) -> str:
 
 
 def _deployments(plan: Plan) -> Grid:
-    dealt = any(each.devices for planned in plan.deployments for each in planned.instances)
+    dealt = any(instance.devices for planned in plan.deployments for instance in planned.instances)
     rows: list[list[str]] = []
     none = [""] * dealt
-    for each in plan.deployments:
-        label = f"{each.label} (reference outputs only)" if each.reference_only else each.label
-        for instance in each.instances:
+    for deployment in plan.deployments:
+        label = (
+            f"{deployment.label} (reference outputs only)" if deployment.reference_only else deployment.label
+        )
+        for instance in deployment.instances:
             nodes = plan.scenario.deployment.nodes_of(instance.name)
             where = f" on {nodes[0]}" if nodes else ""
             given = [",".join(instance.devices)] * dealt
@@ -202,28 +209,30 @@ def _deployments(plan: Plan) -> Grid:
                 meeting = f"meets at {_port(instance.group_port)}"
                 rows.append(["", f"{instance.name}{NODE}{number} on {host}", meeting, "", *none])
             label = ""
-        if each.service_ports:
-            rows.append(["", "helpers", ", ".join(dict.fromkeys(map(_port, each.service_ports))), "", *none])
-        if each.router_port is not None:
+        if deployment.service_ports:
+            rows.append(
+                ["", "helpers", ", ".join(dict.fromkeys(map(_port, deployment.service_ports))), "", *none]
+            )
+        if deployment.router_port is not None:
             count = plan.scenario.deployment.router_processes
             name = f"router × {count}" if count > 1 else "router"
-            rows.append(["", name, _port(each.router_port), "", *none])
+            rows.append(["", name, _port(deployment.router_port), "", *none])
     return Grid(columns_of("deployment|process|port|side port" + "|GPUs" * dealt), rows)
 
 
 def _cells(plan: Plan) -> Grid:
     rows = [
         [
-            str(each.input_len),
+            str(size.input_len),
             str(plan.scenario.workload.output_len),
-            f"{each.wire_bytes / 1e6:.2f} MB",
-            str(each.descriptors),
+            f"{size.wire_bytes / 1e6:.2f} MB",
+            str(size.descriptors),
         ]
-        for each in plan.kv
+        for size in plan.kv
     ]
     workload = plan.scenario.workload
     if not rows:  # nothing more is known about a server's model
-        rows = [[str(each), str(workload.output_len), "–", "–"] for each in workload.input_len]
+        rows = [[str(length), str(workload.output_len), "–", "–"] for length in workload.input_len]
     return Grid(columns_of("", "input_len|output_len|KV per request|descriptors"), rows)
 
 

@@ -179,7 +179,7 @@ def _rates(rows: Sequence[Row]) -> str:
 
 
 def change_rows(found: Sequence[CellChange]) -> Table:
-    alike = len({each.cell.output_len for each in found}) < 2
+    alike = len({change.cell.output_len for change in found}) < 2
     columns = [
         Column("connector", "connector", align="left"),
         Column("input_len", "input", align="right"),
@@ -191,22 +191,22 @@ def change_rows(found: Sequence[CellChange]) -> Table:
     ]
     cells = [
         [
-            each.cell.connector,
-            f"{each.cell.input_len}",
-            f"{each.cell.output_len}",
-            _rates(each.before),
-            _rates(each.after),
-            each.ratio_text(),
-            each.words(),
+            change.cell.connector,
+            f"{change.cell.input_len}",
+            f"{change.cell.output_len}",
+            _rates(change.before),
+            _rates(change.after),
+            change.ratio_text(),
+            change.words(),
         ]
-        for each in found
+        for change in found
     ]
-    return Table("", columns, cells, [each.flat() for each in found], "changes", WHAT)
+    return Table("", columns, cells, [change.flat() for change in found], "changes", WHAT)
 
 
 def counts_text(found: Sequence[CellChange]) -> str:
     """Return ``6 cells: 1 worse, 2 unchanged, 3 inconclusive``."""
-    counts = Counter(each.became for each in found)
+    counts = Counter(change.became for change in found)
     order: tuple[Became, ...] = ("better", "worse", "unchanged", "inconclusive")
     parts = ", ".join(f"{counts[word]} {word}" for word in order if counts[word])
     return f"{len(found)} cell{'' if len(found) == 1 else 's'}: {parts}"
@@ -229,16 +229,16 @@ class SettingChange(NamedTuple):
 def setting_changes(before: Sequence[RunFolder], after: Sequence[RunFolder]) -> list[SettingChange]:
     """Return the settings that differ, the scenario's first. Neither side is empty."""
     sides = [[_settings(run) for run in side] for side in (before, after)]
-    names = dict.fromkeys(name for side in sides for each in side for name in each)
+    names = dict.fromkeys(name for side in sides for settings in side for name in settings)
     # A connector that one side lacks is reported without its options.
     lacking = set.symmetric_difference(
-        *({name.split(".")[0] for each in side for name in each} for side in sides)
+        *({name.split(".")[0] for settings in side for name in settings} for side in sides)
     )
     found = []
     for name in names:
         if "." in name and name.split(".")[0] in lacking:
             continue
-        one, other = (list(dict.fromkeys(each.get(name, MISSING) for each in side)) for side in sides)
+        one, other = (list(dict.fromkeys(settings.get(name, MISSING) for settings in side)) for side in sides)
         if set(one) != set(other):
             found.append(SettingChange(name, " / ".join(one), " / ".join(other)))
     return found
@@ -285,18 +285,18 @@ def _circumstances(run: RunFolder) -> dict[str, str]:
 def _connectors(given: Any, settles: bool) -> dict[str, str]:
     """Return each connector's options by its label. ``settles``: resolve choices left to a library."""
     found: dict[str, str] = {}
-    listed = [each for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
-    for each in listed:
-        name = str(each.get("name"))
-        label = str(each.get("label") or name)
-        settings = {key: value for key, value in each.items() if key not in OWN_KEYS}
+    listed = [entry for entry in given if isinstance(entry, Mapping)] if isinstance(given, list) else []
+    for entry in listed:
+        name = str(entry.get("name"))
+        label = str(entry.get("label") or name)
+        settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
         try:
             options = connectors.get(name).options_model.model_validate_json(json.dumps(settings))
             settings |= (options.settled() if settles else options).model_dump(mode="json")
         except (InputError, ValidationError):  # a connector or option that this installation lacks
             pass
         found |= {f"{label}.{key}": _text(value) for key, value in _flat(settings)}
-    labels = ", ".join(str(each.get("label") or each.get("name")) for each in listed)
+    labels = ", ".join(str(entry.get("label") or entry.get("name")) for entry in listed)
     return {"connectors": labels, **found} if labels else found
 
 

@@ -36,7 +36,7 @@ MOST_TEXT: Final = 256 * 2**20
 """Largest text file that is packed, in bytes."""
 _RECORDS: Final = (TrialRecord, Cell, Finding, CellResult, RunInfo, RequestRecord, Summary)
 _MANIFEST: Final = ("schema", "run_id", "status", "kvbench", "scenario", "started_at", "ended_at", "skipped")
-_FIELDS: Final = frozenset([*(each.name for kind in _RECORDS for each in fields(kind)), *_MANIFEST, "cpu"])
+_FIELDS: Final = frozenset([*(field.name for kind in _RECORDS for field in fields(kind)), *_MANIFEST, "cpu"])
 """Field names of run folders: they are never replaced, even if a host has the same name."""
 
 
@@ -223,11 +223,11 @@ def _parquet_texts(file: Path) -> Iterator[str]:
         opened = pq.ParquetFile(file)
         for value in (opened.schema_arrow.metadata or {}).values():
             yield value.decode("utf-8", "replace")
-        for each in opened.schema_arrow:
-            kind = each.type.value_type if pa.types.is_list(each.type) else each.type
+        for entry in opened.schema_arrow:
+            kind = entry.type.value_type if pa.types.is_list(entry.type) else entry.type
             if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-                column = pq.read_table(file, columns=[each.name]).column(0)
-                flat = pc.list_flatten(column) if pa.types.is_list(each.type) else column
+                column = pq.read_table(file, columns=[entry.name]).column(0)
+                flat = pc.list_flatten(column) if pa.types.is_list(entry.type) else column
                 yield from (value for value in pc.unique(flat).to_pylist() if value)
     except (OSError, pa.ArrowException):
         return
@@ -241,8 +241,8 @@ def _copy_parquet(file: Path, target: Path, scrubber: Scrubber) -> str:
         table = pq.read_table(file)
     except (OSError, pa.ArrowException) as error:
         return f"cannot be read: {error}"
-    for index, each in enumerate(table.schema):
-        if _plain_numbers(each.type):
+    for index, entry in enumerate(table.schema):
+        if _plain_numbers(entry.type):
             continue
         values = table.column(index).to_pylist()
         known: dict[str, str] = {}
@@ -252,7 +252,7 @@ def _copy_parquet(file: Path, target: Path, scrubber: Scrubber) -> str:
             else scrubber.value(value, left=_FIELDS)
             for value in values
         ]  # fmt: skip
-        table = table.set_column(index, each.name, pa.array(clean, each.type))
+        table = table.set_column(index, entry.name, pa.array(clean, entry.type))
     metadata = {
         scrubber.text(key.decode("utf-8", "replace")): scrubber.text(value.decode("utf-8", "replace"))
         for key, value in (table.schema.metadata or {}).items()

@@ -29,7 +29,7 @@ class CiVerdict:
     title: str = "kvbench compare"
 
     def __post_init__(self) -> None:
-        if not any(each.change for each in self.cells):
+        if not any(cell.change for cell in self.cells):
             raise InputError(
                 "the runs before and after have no searched rate in common",
                 hint="`kvbench compare RUN RUN` shows what each has, and why it cannot be compared",
@@ -38,12 +38,12 @@ class CiVerdict:
     @cached_property
     def count(self) -> int:
         """Number of cells compared, for the correction for multiple tests."""
-        return sum(each.change is not None for each in self.cells)
+        return sum(cell.change is not None for cell in self.cells)
 
     @cached_property
     def worse(self) -> list[CellChange]:
         """Cells that raise an alarm: significantly worse by more than the limit, or no longer measured."""
-        return [each for each in self.cells if self.reason(each)]
+        return [cell for cell in self.cells if self.reason(cell)]
 
     def reason(self, cell: CellChange) -> str:
         """Return why a cell raises an alarm; empty if it does not."""
@@ -58,11 +58,11 @@ class CiVerdict:
     def inconclusive(self) -> list[CellChange]:
         """Return the cells without an alarm in which a loss beyond the limit is still possible."""
         return [
-            each
-            for each in self.cells
-            if each.became == "inconclusive"
-            and not self.reason(each)
-            and (each.change is None or each.change.low < 1 - self.worse_than)
+            cell
+            for cell in self.cells
+            if cell.became == "inconclusive"
+            and not self.reason(cell)
+            and (cell.change is None or cell.change.low < 1 - self.worse_than)
         ]
 
     @property
@@ -82,28 +82,28 @@ class CiVerdict:
     def verdict(self) -> str:
         more = f"worse by more than {self.worse_than:.0%}"
         if self.inconclusive and not self.worse:
-            named = ", ".join(each.place() for each in self.inconclusive)
+            named = ", ".join(cell.place() for cell in self.inconclusive)
             counts = counts_text(self.cells)
             return f"inconclusive: a cell may be {more}: {named} ({counts}){self._least_loss()}"
         if not self.worse:
             return f"ok: no cell is significantly {more} ({counts_text(self.cells)})"
-        named = "; ".join(f"{each.place()}: {self.reason(each)}" for each in self.worse)
+        named = "; ".join(f"{cell.place()}: {self.reason(cell)}" for cell in self.worse)
         return f"WORSE: {len(self.worse)} of {len(self.cells)} cells {more}: {named}"
 
     def _least_loss(self) -> str:
         """Return the end of a sentence: the smallest loss that each inconclusive cell would have shown."""
-        changes = [each.change for each in self.inconclusive if each.change]
-        losses = [each.least_loss(self.count) for each in changes]
+        changes = [cell.change for cell in self.inconclusive if cell.change]
+        losses = [change.least_loss(self.count) for change in changes]
         known = [loss for loss in losses if loss is not None]
         return f"; the smallest loss that it could have detected is {max(known):.0%}" if known else ""
 
     def power(self) -> str:
         """Return the probability of detecting a 10 % loss in the least informative cell, and a remedy."""
-        changes = [each.change for each in self.cells if not each.same]
+        changes = [cell.change for cell in self.cells if not cell.same]
         known = [change for change in changes if change is not None and change.scatter]
         if not known:
             return "the scatter of results is unknown"
-        change = min(known, key=lambda each: each.seen(POWER_LOSS, self.worse_than, self.count) or 0.0)
+        change = min(known, key=lambda ratio: ratio.seen(POWER_LOSS, self.worse_than, self.count) or 0.0)
         if change.degrees is None:
             # A search's posterior is wider than the scatter of most systems, so it does not measure it.
             return (
@@ -127,7 +127,7 @@ class CiVerdict:
 
     def junit(self) -> str:
         """Return JUnit XML: a test case per cell; an alarm is a failure, an inconclusive cell is skipped."""
-        skipped = sum(not self.reason(each) and each.became == "inconclusive" for each in self.cells)
+        skipped = sum(not self.reason(cell) and cell.became == "inconclusive" for cell in self.cells)
         counts = {"tests": f"{len(self.cells)}", "failures": f"{len(self.worse)}", "skipped": f"{skipped}"}
         suites = ElementTree.Element("testsuites", {**counts, "errors": "0"})
         suite = ElementTree.SubElement(
@@ -155,7 +155,7 @@ class CiVerdict:
         parts = [f"**{markdown_words(verdict)}**", markdown_table(table.header, table.cells)]
         parts += [markdown_words(f"{WHAT}."), markdown_words(f"{power[:1].upper()}{power[1:]}.")]
         if self.settings:
-            listed = "\n".join(f"- {markdown_words(each.text())}" for each in self.settings)
+            listed = "\n".join(f"- {markdown_words(setting.text())}" for setting in self.settings)
             folded = f"<summary>What was set otherwise: {len(self.settings)}</summary>"
             parts.append(f"<details>{folded}\n\n{listed}\n\n</details>")
         return "\n\n".join(parts) + "\n"
@@ -164,7 +164,7 @@ class CiVerdict:
 def _xml(text: str) -> str:
     """Return the text without characters that XML forbids."""
     return "".join(
-        each for each in visible(text) if each in "\t\n" or (each >= " " and each not in "\ufffe\uffff")
+        char for char in visible(text) if char in "\t\n" or (char >= " " and char not in "\ufffe\uffff")
     )
 
 

@@ -141,9 +141,9 @@ class ComparisonPage:
             *(Block(words=line, style="dim") for line in self.heads),
             *(Block(words=line, style="bold red") for line in self._not_comparable),
             *self.conclusions,
-            *([Block(f"\n{each.title}", table=each) for each in self.tables] or [none]),
+            *([Block(f"\n{table.title}", table=table) for table in self.tables] or [none]),
             *([Block(notes=[Note(self.about, style="dim")], bullets=False)] if self.about else []),
-            *(Block(f"\n{each.title}", table=each) for each in self.answers),
+            *(Block(f"\n{answer.title}", table=answer) for answer in self.answers),
         ]
         print_sections([ReportSection("compared", "", blocks)], console)
 
@@ -168,7 +168,7 @@ class ComparisonPage:
 
 
 def _settings(changes: Sequence[SettingChange]) -> Block:
-    notes = [Note(each.text()) for each in changes] or [Note("nothing")]
+    notes = [Note(change.text()) for change in changes] or [Note("nothing")]
     return Block("\nWhat was set otherwise", notes=notes)
 
 
@@ -184,7 +184,7 @@ def _fixed_rate_page(table: Table, runs: Sequence[RunFolder], options: CompareOp
     answers = _answer_tables([("before", runs[:1]), ("after", runs[1:])])
     document = {
         "runs": [run.run_id for run in runs],
-        "settings": [each._asdict() for each in settings],
+        "settings": [setting._asdict() for setting in settings],
         "answers": answers[0].rows if answers else [],
         "rows": rows_of([table]),
     }
@@ -217,9 +217,9 @@ def _before_after_page(
         return None
     settings, answers = setting_changes(before, after), _answer_tables(sides)
     document: dict[str, Any] = {word: [run.run_id for run in side] for word, side in sides} | {
-        "settings": [each._asdict() for each in settings],
+        "settings": [setting._asdict() for setting in settings],
         "not_comparable": list(differing),
-        "cells": [each.flat() for each in cells],
+        "cells": [cell.flat() for cell in cells],
         "answers": [row for table in answers for row in table.rows],
     }
     alarm = None
@@ -258,8 +258,8 @@ def rows_page(compared: Compared, options: CompareOptions) -> ComparisonPage:
         heads.append(f"{name}: {marked}{caption(run)}" if name else f"{marked}{caption(run)}")
     conclusions = []
     for kind, words in KIND_WORDS.items():
-        found = [each for each in compared.statements if each.kind == kind]
-        notes = [Note(each.text, each.advice, _STYLES.get(each.level, "")) for each in found]
+        found = [statement for statement in compared.statements if statement.kind == kind]
+        notes = [Note(finding.text, finding.advice, _STYLES.get(finding.level, "")) for finding in found]
         conclusions += [Block(words, notes=notes)] if notes else []
     document = {
         "runs": [{"name": name, "run": run.run_id} for run, name in compared.named],

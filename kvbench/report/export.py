@@ -90,7 +90,7 @@ def _row(client: MlflowClient, experiment: str, run: RunFolder, row: Row, tags: 
     when_ms = _milliseconds(run.manifest.get("ended_at") or run.manifest.get("started_at"))
     metrics = [(key, value, when_ms, 0) for key, value in _known(values) if key not in _NAMES]
     trials = [trial for trial in run.trials_of(row.cell) if trial.purpose != "ceiling"]
-    metrics += [each for step, trial in enumerate(trials, 1) for each in _trial(trial, step)]
+    metrics += [metric for step, trial in enumerate(trials, 1) for metric in _trial(trial, step)]
     _log(client, one, metrics)
     _ended(client, one, run)
 
@@ -106,7 +106,7 @@ def _trial(trial: TrialRecord, step: int) -> Iterable[tuple[str, float, int, int
 def _log(client: MlflowClient, run_id: str, metrics: Sequence[tuple[str, float, int, int]]) -> None:
     from mlflow.entities import Metric
 
-    client.log_batch(run_id, metrics=[Metric(*each) for each in metrics])
+    client.log_batch(run_id, metrics=[Metric(*metric) for metric in metrics])
 
 
 def _begun(client: MlflowClient, experiment: str, run: RunFolder, name: str, tags: Mapping[str, str]) -> str:
@@ -361,8 +361,8 @@ def otel_json(run: RunFolder) -> str:
             "unit": group[0].metric.unit,
             "gauge": {
                 "dataPoints": [
-                    {"attributes": _attributes(each.labels), "timeUnixNano": when, "asDouble": each.value}
-                    for each in group
+                    {"attributes": _attributes(point.labels), "timeUnixNano": when, "asDouble": point.value}
+                    for point in group
                 ]
             },
         }

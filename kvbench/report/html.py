@@ -71,7 +71,7 @@ def page_svg(text: str, name: str, alt: str, classes: dict[str, str]) -> str:
     """Return an SVG document of kvbench as an element of a page. ``name``: prefix of its ids; ``alt`` must be
     safe in an attribute; ``classes``: style → class of the page, extended."""
     text = _LEFT_OUT.sub("", text).strip()
-    ids = {each: f"{name}-{index}" for index, each in enumerate(sorted({m[2] for m in _USE.finditer(text)}))}
+    ids = {key: f"{name}-{index}" for index, key in enumerate(sorted({m[2] for m in _USE.finditer(text)}))}
     text = _ID.sub(lambda match: f' id="{ids[match[1]]}"' if match[1] in ids else "", text)
     text = _USE.sub(lambda match: match[1] + ids[match[2]], text)
     text = _PATH.sub(lambda match: _steps(_NUMBER.sub(_short, match[0]).replace("\n", "")), text)
@@ -138,7 +138,7 @@ def report_html(report: Report, drawn: Path | None = None) -> str:
     from markupsafe import Markup
 
     pictures, classes = report.pictures("html").values(), dict[str, str]()
-    svgs = {each.name: svg for each in pictures if (svg := _svg(each, drawn, classes)) is not None}
+    svgs = {picture.name: svg for picture in pictures if (svg := _svg(picture, drawn, classes)) is not None}
     sections = [section for section in report.shown("html", svgs) if section.blocks]
     tables = [block.table for section in sections for block in section.blocks if block.table]
     script = (TEMPLATES / "report.js").read_text("utf-8").rstrip("\n")

@@ -64,7 +64,7 @@ def _tables(table: Table) -> Iterator[str]:
     for title, rows, marks in table.parts():
         if title:
             yield f"**{_escaped(title)}**"
-        noted = [[", ".join(map(str, each))] for each in marks] if marks else [[] for _ in rows]
+        noted = [[", ".join(map(str, mark))] for mark in marks] if marks else [[] for _ in rows]
         cells = [[*row, *more] for row, more in zip(rows, noted, strict=True)]
         yield markdown_table(header, cells, rule)
 
@@ -169,7 +169,7 @@ def report_load(path: Path, console: Console) -> None:
         run = load_run(path)
         print_changed_files([run], console)
         shown = build(run, writers=("terminal",)).of("terminal")
-        print_sections([each for each in shown if each.anchor != "files"], console)
+        print_sections([section for section in shown if section.anchor != "files"], console)
         _, errors = writer.communicate()
     if writer.returncode:
         last = errors.strip().splitlines()[-1:] or [f"exit code {writer.returncode}"]

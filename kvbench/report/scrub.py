@@ -130,13 +130,13 @@ class Scrubber:
         Values of keys such as ``api_key``, or after such an option of a command line, are removed. Versions
         of ``libraries`` are no addresses."""
         if isinstance(value, Mapping):
-            return {self._key(name, left): self.value(each, name, left) for name, each in value.items()}
+            return {self._key(name, left): self.value(part, name, left) for name, part in value.items()}
         if isinstance(value, list):
             return [
-                self._secret(each)
+                self._secret(part)
                 if index and _is_secret_option(value[index - 1])
-                else self.value(each, key, left)
-                for index, each in enumerate(value)
+                else self.value(part, key, left)
+                for index, part in enumerate(value)
             ]
         if not isinstance(value, str):
             return value
@@ -154,11 +154,11 @@ class Scrubber:
         name = name.strip()
         # A host is known by its short name, too.
         names = [name, name.split(".")[0]] if kind == "HOST" and not _is_address(name) else [name]
-        for each in names:
-            if len(each) < 2 or each.lower() in _ORDINARY or each.isdigit() or _is_address(each):
+        for form in names:
+            if len(form) < 2 or form.lower() in _ORDINARY or form.isdigit() or _is_address(form):
                 continue
-            if each.lower() not in self._names and (most is None or len(self._names) < most):
-                self._names[each.lower()] = kind
+            if form.lower() not in self._names and (most is None or len(self._names) < most):
+                self._names[form.lower()] = kind
                 self._known = None
 
     def _name(self, found: re.Match[str]) -> str:

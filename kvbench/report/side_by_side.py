@@ -273,7 +273,8 @@ def changes_as_text(runs: Sequence[RunFolder], format_: str) -> str:
     if others:
         changes = [Changes.between(first, run) for run in others]
         found = [
-            change_table(f"{each.after.run_id} beside {each.before.run_id}", each.cases) for each in changes
+            change_table(f"{change.after.run_id} beside {change.before.run_id}", change.cases)
+            for change in changes
         ]
     else:
         records = first.transfer_records()

@@ -271,7 +271,7 @@ def changed_files(runs: Sequence[RunFolder]) -> Iterator[str]:
     for run in runs:
         if not (run.manifest.get("checksums") or (run.path / CHECKSUMS).exists()):
             continue
-        names = list(dict.fromkeys(each.file for each in damages(run.path)))
+        names = list(dict.fromkeys(damage.file for damage in damages(run.path)))
         if names:
             more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
             named = ", ".join(names[:MOST_NAMED]) + more

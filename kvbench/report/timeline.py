@@ -101,7 +101,7 @@ def chosen_trial(run: RunFolder, trial_id: str | None) -> TrialRecord:
 def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
     """Return the client, then every process with spans, in the order in which a request reaches them."""
     records = run.request_records(trial.trial_id)[:TRACED_REQUESTS]
-    client = TimelineProcess(CLIENT, {each.request_id: list(client_spans(each)) for each in records})
+    client = TimelineProcess(CLIENT, {record.request_id: list(client_spans(record)) for record in records})
     reported = trial.engine.get("client") or {}
     start = reported.get("started_monotonic_s")
     if start is None:
@@ -113,9 +113,9 @@ def processes_of(run: RunFolder, trial: TrialRecord) -> list[TimelineProcess]:
         clock, spans = read_spans(path)
         zero = ours.monotonic_s if clock is None else zero_on(clock, ours)
         wanted = {
-            each.request_id: [_moved(span, -zero) for span in spans[each.request_id]]
-            for each in records
-            if each.request_id in spans
+            record.request_id: [_moved(span, -zero) for span in spans[record.request_id]]
+            for record in records
+            if record.request_id in spans
         }
         if wanted:
             found.append(TimelineProcess(path.name.removesuffix(SUFFIX), wanted))
@@ -180,7 +180,7 @@ def process_events(process: TimelineProcess, pid: int) -> Iterator[dict[str, Any
     )
     lanes: list[_Lane] = []
     for span, request in ordered:
-        lane = next((each for each in _same_request_first(lanes, request) if each.takes(request, span)), None)
+        lane = next((row for row in _same_request_first(lanes, request) if row.takes(request, span)), None)
         if lane is None:
             lane = _Lane(len(lanes) + 1)
             lane.takes(request, span)

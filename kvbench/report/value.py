@@ -123,7 +123,7 @@ class Report:
         sections = []
         for section in self.of(writer):
             kept = {first} if section.anchor == "answer" else set(drawn) - {first}
-            blocks = [each for each in section.blocks if not each.picture or each.picture.name in kept]
+            blocks = [block for block in section.blocks if not block.picture or block.picture.name in kept]
             if blocks or not section.blocks:
                 sections.append(replace(section, blocks=blocks))
         return sections
@@ -131,15 +131,15 @@ class Report:
     def pictures(self, writer: Writer) -> dict[str, Drawing]:
         """Return all pictures of a writer's sections by name, in order."""
         found = (block.picture for section in self.of(writer) for block in section.blocks)
-        return {each.name: each for each in found if each is not None}
+        return {picture.name: picture for picture in found if picture is not None}
 
     def of(self, writer: Writer) -> list[ReportSection]:
         """Return the sections of one writer in order, with its blocks."""
         return [
             ReportSection(
-                each.anchor, each.title, [block for block in each.blocks if writer in block.writers],
-                each.writers, each.apart,
+                section.anchor, section.title, [block for block in section.blocks if writer in block.writers],
+                section.writers, section.apart,
             )
-            for each in self.sections
-            if writer in each.writers
+            for section in self.sections
+            if writer in section.writers
         ]  # fmt: skip

@@ -191,7 +191,7 @@ def _load(trial: TrialRecord) -> Iterator[tuple[str, str]]:
     for name, key in (("peak in flight", "peak_in_flight"), ("peak waiting", "peak_waiting")):
         if summary.get(key) is not None:
             yield name, f"{summary[key]}"
-    growth = next((each for each in trial.findings if each.gate == "growing_queue"), None)
+    growth = next((finding for finding in trial.findings if finding.gate == "growing_queue"), None)
     if growth is not None and (per_s := growth.evidence.get("per_s")) is not None:
         yield "queue grows by", f"{per_s:.2f} req/s"
     for role, use in (trial.engine.get("use") or {}).items():

@@ -212,8 +212,8 @@ def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damag
     if checked is not None:
         checked["files"] += len(found)
         checked["lines"] += sum(len(found[name][0]) for name in _GROWING if name in found)
-    for name in dict.fromkeys([*(each.file for each in announced), *found]):
-        mine = [each for each in announced if each.file == name]
+    for name in dict.fromkeys([*(entry.file for entry in announced), *found]):
+        mine = [entry for entry in announced if entry.file == name]
         there = found.get(name)
         if name in _GROWING:
             yield from _of_lines(name, mine, there or ([], b""), torn_allowed=alive or not ended)
@@ -239,7 +239,7 @@ def _sessions(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         elif sessions[-1] and "ended" in sessions[-1][-1]:
             continue
         sessions[-1].append(row)
-    return [each for each in sessions if each]
+    return [session for session in sessions if session]
 
 
 def _announced(rows: Sequence[dict[str, Any]]) -> list[_Announced]:
@@ -264,9 +264,9 @@ def _of_whole(name: str, announced: Sequence[_Announced], there: str | None, ali
         yield Damage(name, "does not belong to this run")
         return
     allowed: set[str | None] = set()
-    for each in reversed(announced):
-        allowed.add(each.digest)
-        if not each.open and not alive:
+    for entry in reversed(announced):
+        allowed.add(entry.digest)
+        if not entry.open and not alive:
             break
     else:
         allowed.add(None)
@@ -280,8 +280,8 @@ def _of_lines(
     name: str, announced: Sequence[_Announced], there: tuple[list[str], bytes], *, torn_allowed: bool
 ) -> Iterator[Damage]:
     found, rest = there
-    due = [each.digest for each in announced if not each.open]
-    perhaps = Counter(each.digest for each in announced if each.open)
+    due = [entry.digest for entry in announced if not entry.open]
+    perhaps = Counter(entry.digest for entry in announced if entry.open)
     for kind, first, last, begin, end in SequenceMatcher(None, due, found, autojunk=False).get_opcodes():
         if kind == "equal":
             continue

@@ -67,9 +67,9 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
     return EarlierSessions(
         trials=trials,
         results={
-            cell: each
-            for cell, each in results.items()
-            if any(ends_cell(result, own_method) for result in each)
+            cell: group
+            for cell, group in results.items()
+            if any(ends_cell(result, own_method) for result in group)
         },
         outputs=dict(_outputs(run.outputs)),
         canaries=canary_pools(run.canaries),
@@ -93,7 +93,7 @@ def changed_outputs(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, s
     changed: dict[tuple[str, int], tuple[str, str]] = {}
     for key, outputs in _outputs(rows):
         known = first.setdefault(key, outputs)
-        if any(each.texts != known.texts for each in known.repeats):
+        if any(repeat.texts != known.texts for repeat in known.repeats):
             continue  # it does not agree with itself within one session either
         found = [pair for pair in zip(known.texts, outputs.texts, strict=False) if pair[0] != pair[1]]
         if found:
@@ -134,7 +134,7 @@ def pool_row(pool: CanaryPool) -> dict[str, Any]:
 
 def asked_row(trial_id: str, asked: Sequence[AskedCanary]) -> dict[str, Any]:
     """Return additional canary answers as a line of canaries.jsonl."""
-    return {"trial_id": trial_id, "asked": [asdict(each) for each in asked]}
+    return {"trial_id": trial_id, "asked": [asdict(canary) for canary in asked]}
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:
@@ -148,14 +148,14 @@ def _outputs_of(row: Mapping[str, Any]) -> Outputs:
     from kvbench.core.records import Outputs, TokenChoice
 
     choices = (
-        tuple(TokenChoice(str(token), {str(k): float(v) for k, v in known.items()}) for token, known in each)
-        for each in row.get("choices", ())
+        tuple(TokenChoice(str(token), {str(k): float(v) for k, v in known.items()}) for token, known in seq)
+        for seq in row.get("choices", ())
     )
     return Outputs(
         tuple(map(str, row["texts"])),
         float(row["latency_s"]),
         tuple(choices),
-        tuple(_outputs_of(each) for each in row.get("repeats", ())),
+        tuple(_outputs_of(repeat) for repeat in row.get("repeats", ())),
     )
 
 
@@ -172,9 +172,9 @@ def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:
 def _row_of(outputs: Outputs) -> dict[str, Any]:
     row: dict[str, Any] = {"texts": list(outputs.texts), "latency_s": outputs.latency_s}
     if outputs.choices:
-        row["choices"] = [[[each.token, dict(each.logprobs)] for each in one] for one in outputs.choices]
+        row["choices"] = [[[pick.token, dict(pick.logprobs)] for pick in one] for one in outputs.choices]
     if outputs.repeats:
-        row["repeats"] = [_row_of(each) for each in outputs.repeats]
+        row["repeats"] = [_row_of(repeat) for repeat in outputs.repeats]
     return row
 
 
@@ -211,7 +211,9 @@ def host_differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[st
     found += [f"host {name}: not used before" for name in now if name not in then]
     for name in now:
         if name in then:
-            found += [f"host {name}, {each}" for each in differences(then[name] or {}, now[name] or {})]
+            found += [
+                f"host {name}, {difference}" for difference in differences(then[name] or {}, now[name] or {})
+            ]
     return found
 
 
@@ -234,8 +236,8 @@ def _fact(machine: Mapping[str, Any], part: str, key: str) -> Any:
 
 def _devices(machine: Mapping[str, Any], part: str, keys: tuple[str, ...]) -> list[str]:
     """Return physical devices in words; virtual network interfaces are ignored."""
-    found = [each for each in machine.get(part) or () if part != "nics" or each.get("pci_address")]
-    return sorted(" ".join(str(each.get(key)) for key in keys if each.get(key)) for each in found)
+    found = [device for device in machine.get(part) or () if part != "nics" or device.get("pci_address")]
+    return sorted(" ".join(str(device.get(key)) for key in keys if device.get(key)) for device in found)
 
 
 def _shown(value: Any) -> str:

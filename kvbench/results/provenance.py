@@ -114,7 +114,7 @@ def slo_of(run: RunFolder) -> ReportedSlo:
         return ReportedSlo()
     ttft_ms, tpot_ms, share = (_number(data.get(key)) for key in ("ttft_ms", "tpot_ms", "attainment"))
     try:
-        limits = tuple(slos.Limit.from_json(each) for each in data.get("limits") or ())
+        limits = tuple(slos.Limit.from_json(limit) for limit in data.get("limits") or ())
         tiers = _tiers(data)
     except (ValueError, TypeError, AttributeError):
         limits, tiers = (), {}  # a hand-made file; what else it says still counts
@@ -123,11 +123,11 @@ def slo_of(run: RunFolder) -> ReportedSlo:
 
 def _tiers(data: Mapping[str, Any]) -> dict[str, slos.Slo]:
     share = _number(data.get("attainment")) or 0.95
-    each = {
+    goals = {
         str(name): slos.Slo.from_json({**tier, "attainment": tier.get("attainment") or share})
         for name, tier in (data.get("tiers") or {}).items()
     }
-    return {name: each[name] for name in slos.by_strictness(each)}
+    return {name: goals[name] for name in slos.by_strictness(goals)}
 
 
 def model_of(run: RunFolder) -> str:

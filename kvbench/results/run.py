@@ -145,7 +145,9 @@ class RunFolder:
     @property
     def equal_rate_trials(self) -> list[TrialRecord]:
         """Return the newest trial of each cell at the rate that is equal for all connectors."""
-        return list({each.cell: each for each in self.other_trials if each.method == "equal_rate"}.values())
+        return list(
+            {trial.cell: trial for trial in self.other_trials if trial.method == "equal_rate"}.values()
+        )
 
     @property
     def run_id(self) -> str:
@@ -243,7 +245,7 @@ def load_run(path: Path | str) -> RunFolder:
     kvbench's folder, StoreError for no run folder."""
     folder = Path(path)
     if not (folder / MANIFEST).is_file():
-        inside = sorted(each.parent.name for each in folder.glob(f"*/{MANIFEST}"))
+        inside = sorted(file.parent.name for file in folder.glob(f"*/{MANIFEST}"))
         hint = "give a folder in results/"
         if inside:
             hint = f"it holds {len(inside)} run folder(s), the last by name is {folder / inside[-1]}"
@@ -286,7 +288,7 @@ def _require_shapes(manifest: dict[str, Any], warnings: list[str]) -> None:
     for name, of in _LISTS.items():
         value = manifest.get(name)
         if value is not None and not (
-            isinstance(value, list) and all(isinstance(each, of) for each in value)
+            isinstance(value, list) and all(isinstance(entry, of) for entry in value)
         ):
             warnings.append(f"{MANIFEST}: {name} is {str(value)[:40]!r}, ignored")
             manifest[name] = []
@@ -378,7 +380,7 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
     for result in cells:
         own = (result.cell, result.method, result.tier)
         if result.status != "failed":
-            found = {key: each for key, each in found.items() if key == own or not _now_done(each, result)}
+            found = {key: line for key, line in found.items() if key == own or not _now_done(line, result)}
         found[own] = result
     return list(found.values())
 

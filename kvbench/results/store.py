@@ -103,7 +103,7 @@ UNVERSIONED: Final = 0
 
 def rules_version_of(manifest: Mapping[str, Any]) -> int:
     """Return the version of the rules that judged a run: with several, the first that is not current."""
-    versions = [_version(each.get("rules_version")) for each in manifest.get("sessions") or [{}]]
+    versions = [_version(session.get("rules_version")) for session in manifest.get("sessions") or [{}]]
     return next((version for version in versions if version != RULES_VERSION), RULES_VERSION)
 
 
@@ -272,7 +272,7 @@ class RunStore:
         except BaseException:
             os.close(lock)
             raise
-        sessions = [{**each, "why": each.get("why") or "cut off"} for each in manifest.get("sessions", [])]
+        sessions = [{**entry, "why": entry.get("why") or "cut off"} for entry in manifest.get("sessions", [])]
         begun = {"checksums": ALGORITHM, "sessions": [*sessions, session]}
         try:
             store.update(status="running", error="", ended_at=None, **begun)

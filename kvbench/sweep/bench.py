@@ -54,7 +54,8 @@ class TrialBudget:
         if scenario.search.budget_s is None:
             return cls()
         engines = {
-            planned.label: sum(each.ranks.gpus if each.ranks else 1 for each in planned.instances) or 1
+            planned.label: sum(instance.ranks.gpus if instance.ranks else 1 for instance in planned.instances)
+            or 1
             for planned in plan.deployments
         }
         return cls(scenario.search.budget_s, plan.cells, engines)

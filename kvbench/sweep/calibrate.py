@@ -84,8 +84,8 @@ def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput
         _of_run(path, limits) if (path / "manifest.json").is_file() else _of_file(path, limits)
         for path in paths
     ]
-    sizes = {each.tensor_parallel_size for each in read_ones}
-    engines = {each.engine for each in read_ones if each.engine}
+    sizes = {one.tensor_parallel_size for one in read_ones}
+    engines = {one.engine for one in read_ones if one.engine}
     for what, found in (("tensor parallel sizes", sizes), ("engines", engines)):
         if len(found) > 1:
             raise InputError(
@@ -93,14 +93,14 @@ def read_inputs(paths: Sequence[Path], limits: EngineLimits) -> CalibrationInput
                 hint="a profile is of one engine in one version: calibrate them one by one",
             )
     first = read_ones[0]
-    memories = {each.num_kv_tokens for each in read_ones}
+    memories = {one.num_kv_tokens for one in read_ones}
     return replace(
         first,
         num_kv_tokens=first.num_kv_tokens if len(memories) == 1 else None,
-        loads=[load for each in read_ones for load in each.loads],
-        inputs=[name for each in read_ones for name in each.inputs],
+        loads=[load for one in read_ones for load in one.loads],
+        inputs=[name for one in read_ones for name in one.inputs],
         scenario_sha256=first.scenario_sha256 if len(read_ones) == 1 else "",
-        notes=[note for each in read_ones for note in each.notes],
+        notes=[note for one in read_ones for note in one.notes],
     )
 
 
@@ -123,7 +123,7 @@ def _of_run(path: Path, limits: EngineLimits) -> CalibrationInput:
     systems = _systems(scenario)
     loads, memories = [], set[int]()
     for label in systems:
-        trials = [each for each in run.trials if each.cell.connector == label and _usable(each)]
+        trials = [trial for trial in run.trials if trial.cell.connector == label and _usable(trial)]
         if scenario.deployment.engine_options.kv_blocks(scenario.workload.longest) is None:
             sizes = [(trial.engine.get("num_kv_tokens") or {}).values() for trial in trials]
             found = {min(map(int, of_roles)) for of_roles in sizes if of_roles} - {0}
@@ -235,7 +235,10 @@ def _system(
     seqs = chosen("max_num_seqs", VLLM_MAX_NUM_SEQS)
     budget = chosen("max_num_batched_tokens", VLLM_BATCHED_TOKENS)
     instances = limits.instances or int(settings.get("data_parallel_size") or 1)
-    longest = max(each.input_len + each.output_len for row in rows for each in row.requests) + _BLOCK_TOKENS
+    longest = (
+        max(request.input_len + request.output_len for row in rows for request in row.requests)
+        + _BLOCK_TOKENS
+    )
     blocks = seqs * -(-longest // _BLOCK_TOKENS)
     if tokens := _kv_tokens(settings, limits):
         blocks = tokens // _BLOCK_TOKENS

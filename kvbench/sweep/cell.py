@@ -96,7 +96,11 @@ def searched_cells(
     scenario: Scenario, plan: Plan, watcher: Watcher, fixed: Fixed | None = None
 ) -> CellWorkOf:
     """Search each cell of a plan for its highest rate, or run ``fixed``."""
-    pairs = frozenset(each.label for each in plan.deployments if connectors.get(each.connector).disaggregated)
+    pairs = frozenset(
+        deployment.label
+        for deployment in plan.deployments
+        if connectors.get(deployment.connector).disaggregated
+    )
     return lambda site, knowledge: CellRunner(scenario, site, knowledge, watcher, pairs, fixed)
 
 
@@ -133,7 +137,7 @@ class CellRunner(CellWork):
         """Continue a search that has not converged, or at a finer precision a converged one with an
         interval that overlaps another connector's."""
         searched, precision = self._searched.get(cell), self._scenario.search.precision
-        strategy = next((each for each, _ in searched.searches.values()), None) if searched else None
+        strategy = next((search for search, _ in searched.searches.values()), None) if searched else None
         answer = next(iter(strategy.answers().values()), None) if strategy else None
         if searched is None or strategy is None or answer is None:
             return []
@@ -259,7 +263,7 @@ class CellRunner(CellWork):
         searches = {}
         for tier, slo in self._scenario.slo.by_tier().items():
             limits_of_tier = replace(limits, attainment=max(slo.shares))
-            # Saturation gives no rate of sessions, as their turns wait for each other.
+            # SaturationProbe gives no rate of sessions, as their turns wait for each other.
             ceiling = CEILING and self._scenario.workload.sessions is None
             objective = Objective.of(slo.all_criteria()) if self._replayable(method) else None
             searches[tier] = RateSearch(limits_of_tier, hint, ceiling=ceiling, objective=objective)
@@ -303,7 +307,7 @@ class CellRunner(CellWork):
                     tier=ask.tier,
                     searched=strategy.searched,
                     latency_s=latency_s,
-                    thorough=ask.thorough,
+                    full_length=ask.full_length,
                     least_s=ask.least_s,
                     closed=self._fixed.closed(search.max_requests, latency_s) if self._fixed else None,
                 )
@@ -375,9 +379,9 @@ class CellRunner(CellWork):
         refused = [record for record in records if record.verdict == "invalid"]
         answers = strategy.answers()
         if refused and len(refused) == len(records):
-            invalid = (each.advice for each in refused[-1].findings if each.level == "invalid")
+            invalid = (finding.advice for finding in refused[-1].findings if finding.level == "invalid")
             reason = f"every trial was refused: {refused[-1].reason}"
-            answer = next((dict(each) for each in answers.values()), None)
+            answer = next((dict(value) for value in answers.values()), None)
             return [
                 CellResult(
                     cell, "refused", answer, reason=reason, hint=next(invalid, ""), method=method, main=main

@@ -214,7 +214,7 @@ class DeployedBench(Bench):
     def up(self, planned: DeploymentPlan, round_: str = "") -> Iterator[Site]:
         with self.running(planned, round_) as (launcher, deployment):
             progress = self.watcher.trial_progress
-            others = [each.label for each in self.plan.deployments if each.label != planned.label]
+            others = [other.label for other in self.plan.deployments if other.label != planned.label]
             trials = TrialRunner(
                 self.scenario, deployment, self.store, launcher, progress, self.trace, source=self._source
             )

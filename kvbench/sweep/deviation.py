@@ -167,8 +167,8 @@ def arrivals(row: LoadRow, seed: int, kind: str = "drawn") -> list[float]:
     else:
         offsets = np.cumsum(np.random.RandomState(0).exponential(1 / row.request_rate, row.requests))
     if kind == "vllm-0.6":
-        return [0.0, *(float(each) for each in offsets[:-1])]
-    return [float(each) for each in offsets * (row.requests / row.request_rate / offsets[-1])]
+        return [0.0, *(float(offset) for offset in offsets[:-1])]
+    return [float(offset) for offset in offsets * (row.requests / row.request_rate / offsets[-1])]
 
 
 def prompt_len(row: LoadRow) -> int:
@@ -192,8 +192,8 @@ def lines_of(found: Sequence[Deviation], short: str = "sim") -> tuple[list[str],
     return header, lines
 
 
-def _cell(each: Deviation | None) -> str:
-    return "–" if each is None else f"{number(each.reproduced)} / {number(each.reported)} = {_ratio(each)}"
+def _cell(gap: Deviation | None) -> str:
+    return "–" if gap is None else f"{number(gap.reproduced)} / {number(gap.reported)} = {_ratio(gap)}"
 
 
 def _ratio(deviation: Deviation) -> str:
@@ -210,17 +210,17 @@ def place_of(row: LoadRow) -> str:
 
 def off(found: Sequence[Deviation], *, word: str = SIMULATED, kept_up: bool | None = None) -> list[str]:
     """Deviations outside the limit, the worst first. ``kept_up``: only rows that kept up, or only others."""
-    chosen = [each for each in found if kept_up in (None, not_kept_up(each.row) is None)]
-    wrong = sorted((each for each in chosen if each.outside), key=lambda each: -abs(each.ratio - 1))
+    chosen = [gap for gap in found if kept_up in (None, not_kept_up(gap.row) is None)]
+    wrong = sorted((gap for gap in chosen if gap.outside), key=lambda gap: -abs(gap.ratio - 1))
     return [
-        f"{place_of(each.row)}: {each.figure} {each.ratio - 1:+.0%}; reported {number(each.reported)}, "
+        f"{place_of(gap.row)}: {gap.figure} {gap.ratio - 1:+.0%}; reported {number(gap.reported)}, "
         f"{word} "
         + (
-            f"{number(each.least)} to {number(each.most)} over the arrival sequences"
-            if each.least < each.most
-            else number(each.reproduced)
+            f"{number(gap.least)} to {number(gap.most)} over the arrival sequences"
+            if gap.least < gap.most
+            else number(gap.reproduced)
         )
-        for each in wrong
+        for gap in wrong
     ]
 
 
@@ -234,7 +234,7 @@ def _outside(account: Account) -> Iterator[tuple[str, list[str]]]:
     """Yield headings and deviations: first rows in a steady state, which a model must match."""
     found, word = account.found, account.word
     kept, not_kept = off(found, word=word, kept_up=True), off(found, word=word, kept_up=False)
-    steady = sum(not_kept_up(each.row) is None for each in found)
+    steady = sum(not_kept_up(deviation.row) is None for deviation in found)
     if steady:
         yield f"More than {OUTSIDE:.0%} off ({len(kept)} of {steady} cells; marked !):", kept
     if steady < len(found):

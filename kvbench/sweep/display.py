@@ -97,13 +97,13 @@ class TimeLeft:
     def left_s(self, elapsed_s: float, cell: Cell | None = None, in_trial_s: float = 0.0) -> float | None:
         """Return the time left, or None before a trial was near an answer. ``elapsed_s``: since the
         beginning; ``in_trial_s``: since the start of the running trial, which belongs to ``cell``."""
-        done_s = math.fsum(each.spent_s for each in self._known.values())
+        done_s = math.fsum(measured.spent_s for measured in self._known.values())
         pace = self._pace(elapsed_s, done_s + in_trial_s)
-        if pace is None or not any(each.prospect or each.ended for each in self._known.values()):
+        if pace is None or not any(measured.prospect or measured.ended for measured in self._known.values()):
             return None
         most_s = pace * max((self._plan.scenario.search.budget_s or math.inf) - done_s - in_trial_s, 0.0)
         others_s = pace * math.fsum(
-            self._cell_left_s(each) for each in self._cells if each != cell and not self._measured(each).ended
+            self._cell_left_s(case) for case in self._cells if case != cell and not self._measured(case).ended
         )
         others_s = min(others_s, most_s)
         if cell is None:
@@ -325,7 +325,7 @@ class Display:
     def _cell_text(self, result: CellResult) -> str:
         """The cell as the table will show it."""
         where = f"{result.cell.connector:<11} {result.cell.input_len:>6,} in  "
-        row = next((each for each in summary_table(load_run(self.path)) if each.cell == result.cell), None)
+        row = next((line for line in summary_table(load_run(self.path)) if line.cell == result.cell), None)
         if row is None or result.answer is None:
             return where + ": ".join(filter(None, (result.status, *result.reason.splitlines()[:1])))
         return f"{where}{row.rate_text()}{' req/s' if row.answer.max_request_rate else ''}"
@@ -425,7 +425,7 @@ def _set_option(words: Sequence[str], option: str, path: str, value: str) -> str
         after = rest[0] if rest else ""
         if (option and word == option) or (word == "--set" and after.startswith(f"{path}=")):
             del rest[:1]
-        elif not word.startswith(tuple(f"{each}=" for each in (f"--set={path}", option) if each)):
+        elif not word.startswith(tuple(f"{flag}=" for flag in (f"--set={path}", option) if flag)):
             kept.append(word)
     return shlex.join([*kept, *((option, value) if option else ("--set", f"{path}={value}"))])
 
@@ -442,6 +442,6 @@ def _earlier(run: RunFolder) -> Path | None:
 
 
 def _can_be_compared(earlier: RunFolder, run: RunFolder) -> bool:
-    done = [{result.cell for result in each.cells if result.status == "done"} for each in (earlier, run)]
+    done = [{result.cell for result in folder.cells if result.status == "done"} for folder in (earlier, run)]
     same_system = server_of(earlier) == server_of(run) and not differences([earlier, run])
     return same_system and bool(done[0] & done[1])

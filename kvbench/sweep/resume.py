@@ -207,8 +207,8 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
 
 def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _flat(each, f"{path}.{key}" if path else str(key))
+        for key, part in value.items():
+            yield from _flat(part, f"{path}.{key}" if path else str(key))
     else:
         yield path, value
 

@@ -91,20 +91,20 @@ def predictions(
     ]
     best = {
         lengths: max(
-            each.goodput_per_gpu or 0.0 for each in found if (each.input_len, each.output_len) == lengths
+            split.goodput_per_gpu or 0.0 for split in found if (split.input_len, split.output_len) == lengths
         )
-        for lengths in {(each.input_len, each.output_len) for each in found}
+        for lengths in {(split.input_len, split.output_len) for split in found}
     }
-    marked = {(each.input_len, each.output_len) for each in found if each.mark}
+    marked = {(split.input_len, split.output_len) for split in found if split.mark}
     return [
         replace(
-            each,
+            split,
             best=lengths not in marked
-            and bool(each.goodput_per_gpu)
-            and each.goodput_per_gpu == best[lengths],
+            and bool(split.goodput_per_gpu)
+            and split.goodput_per_gpu == best[lengths],
         )
-        for each in found
-        for lengths in [(each.input_len, each.output_len)]
+        for split in found
+        for lengths in [(split.input_len, split.output_len)]
     ]
 
 

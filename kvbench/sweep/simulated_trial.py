@@ -274,11 +274,11 @@ def progress_of(tick: Tick) -> Progress:
         in_flight=tick.in_flight,
         waiting_first=len(tick.waiting),
         settled=tuple(
-            Settled(index, each.ttft_s, each.tpot_s, each.e2el_s, each.error, each.turn, each.session_s)
-            for index, each in zip(tick.settled, settled, strict=True)
+            Settled(index, row.ttft_s, row.tpot_s, row.e2el_s, row.error, row.turn, row.session_s)
+            for index, row in zip(tick.settled, settled, strict=True)
         ),
         offsets_s=tuple(
-            each.scheduled_s for each in tick.records[tick.sent_before :] if each.session is not None
+            record.scheduled_s for record in tick.records[tick.sent_before :] if record.session is not None
         ),
     )
 

@@ -194,10 +194,10 @@ def read_answer(line: bytes, arrivals_s: Sequence[float]) -> SystemAnswer:
     if unknown := set(data) - {"first_token_s", "last_token_s", "events_s", "error"}:
         raise ValueError(f"unknown keys: {', '.join(sorted(map(repr, unknown)))}")
     count = len(arrivals_s)
-    first = [_time(each, "first_token_s", at) for at, each in enumerate(_list(data, "first_token_s", count))]
-    last = [_time(each, "last_token_s", at) for at, each in enumerate(_list(data, "last_token_s", count))]
-    errors = [_error(each, at) for at, each in enumerate(_list(data, "error", count, needed=False))]
-    events = [_events(each, at) for at, each in enumerate(_list(data, "events_s", count, needed=False))]
+    first = [_time(raw, "first_token_s", at) for at, raw in enumerate(_list(data, "first_token_s", count))]
+    last = [_time(raw, "last_token_s", at) for at, raw in enumerate(_list(data, "last_token_s", count))]
+    errors = [_error(raw, at) for at, raw in enumerate(_list(data, "error", count, needed=False))]
+    events = [_events(raw, at) for at, raw in enumerate(_list(data, "events_s", count, needed=False))]
     for at, arrival_s in enumerate(arrivals_s):
         _require_order(at, arrival_s, first[at], last[at], errors[at])
         if events[at]:
@@ -250,10 +250,10 @@ def _events(value: Any, at: int) -> list[float]:
         return []
     if not isinstance(value, list):
         raise ValueError(f"events_s[{at}] is not a list")
-    times = [_time(each, f"events_s[{at}]", place) for place, each in enumerate(value)]
+    times = [_time(raw, f"events_s[{at}]", place) for place, raw in enumerate(value)]
     if None in times:
         raise ValueError(f"events_s[{at}] has a null in it")
-    return [each for each in times if each is not None]
+    return [time for time in times if time is not None]
 
 
 def _require_order(

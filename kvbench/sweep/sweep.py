@@ -277,8 +277,10 @@ class Sweep:
                 continue
             results = self._earlier.results[cell]
             self._results += results
-            tried = [each for (of, how), each in self._earlier.trials.items() if of == cell and how != EQUAL]
-            self._knowledge.budget.left_s -= sum(record.duration_s for each in tried for record in each)
+            tried = [
+                trial for (of, how), trial in self._earlier.trials.items() if of == cell and how != EQUAL
+            ]
+            self._knowledge.budget.left_s -= sum(record.duration_s for trial in tried for record in trial)
             for result in results:
                 if result.main:
                     self._knowledge.budget.end(result)

@@ -421,10 +421,10 @@ class UcxEndpoint(AgentsEndpoint):
         lines = self.native_log()
         said = transport_in_log(lines)
         if len(self._agents) > 1:
-            each = [
+            transports = [
                 transport_in_log([line for line in lines if agent.name in line]) for agent in self._agents
             ]
-            said = " ".join(dict.fromkeys(filter(None, each))) or said
+            said = " ".join(dict.fromkeys(filter(None, transports))) or said
         if self._kind == "VRAM":
             # Only GPU memory needs this slow import.
             from kvbench.transfer.parts.transport_log import gpu_transport

@@ -43,7 +43,7 @@ def test_every_option_that_sets_one_value_sets_it() -> None:
     given = {"input_len": "64,128", "endpoint": "chat", "rates": "1,2", "direct": True}
     given |= {"output_len": 8, "ttft_ms": 90.0, "tpot_ms": 9.0, "attainment": 0.8, "precision": 0.07}
     given |= {"max_trials": 5, "budget_s": 300.0, "seed": 3, "workers": 2, "duration_s": 4.0}
-    setting = {name: each for name, declared in declared().items() for each in declared if type(each) is Sets}
+    setting = {name: note for name, declared in declared().items() for note in declared if type(note) is Sets}
     assert setting.keys() - {"time_scale", "api_key_env"} == given.keys()
     scenario, _ = resolve(CliOptions("quickstart", ("search.method=fixed",), **given))
     expected: dict[str, Any] = given | {"input_len": (64, 128), "rates": (1.0, 2.0), "direct": "direct"}

@@ -191,7 +191,7 @@ def test_a_narrow_terminal_cuts_no_path_of_a_run(results: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("command", ["sweep", "bench", "simulate", "microbench", "init"])
 def test_o_is_short_for_output(command: str) -> None:
-    flags = [each for one in typer.main.get_command(app).commands[command].params for each in one.opts]  # type: ignore[attr-defined]
+    flags = [opt for one in typer.main.get_command(app).commands[command].params for opt in one.opts]  # type: ignore[attr-defined]
     assert ("-o" in flags) == ("--output" in flags)
 
 

@@ -50,7 +50,7 @@ def commands(group: Any = None, before: tuple[str, ...] = ()) -> Iterator[tuple[
         if hasattr(command, "commands"):
             yield from commands(command, (*before, name))
         else:
-            yield " ".join((*before, name)), {each for param in command.params for each in param.opts}
+            yield " ".join((*before, name)), {opt for param in command.params for opt in param.opts}
 
 
 def test_every_command_that_prints_a_table_has_it() -> None:

@@ -51,7 +51,7 @@ def there(facts: Mapping[str, str], version: str) -> str | None:
 
 
 def having(facts: Mapping[str, Mapping[str, str]], version: str) -> set[str]:
-    return {name for name, each in facts.items() if there(each, version) is not None}
+    return {name for name, fact in facts.items() if there(fact, version) is not None}
 
 
 NEIGHBOURS = Neighbours(("10.0.0.1:13003",), ("10.0.0.2:13053",), ("10.0.0.1:50051",))
@@ -116,8 +116,12 @@ def test_known_keys_are_those_of_each_releases_source() -> None:
         connector = connectors.get(name)
         for key, known in connector.options_model.keys.items():
             facts = TABLE["extra_config"][connector.kv_connector].get(key) or TABLE["transfer_config"][key]
-            read = {each for each in RELEASES if there(facts, each) is not None and supported(name, each)}
-            said = {each for each in RELEASES if release(each) in known.releases and supported(name, each)}
+            read = {
+                release
+                for release in RELEASES
+                if there(facts, release) is not None and supported(name, release)
+            }
+            said = {tag for tag in RELEASES if release(tag) in known.releases and supported(name, tag)}
             if key == "enable_cross_layers_blocks":
                 said -= {"0.29.0"}  # not in that wheel
             assert read == said, (name, key, read ^ said)
@@ -170,9 +174,9 @@ def test_a_release_has_the_connectors_that_its_factory_registers(version: str) -
             for profile in (type(known), *known.older)
         }
         in_v1 = (
-            any(each and each.startswith("v1.") for each in module.values()) and release(version) >= FIRST_V1
+            any(path and path.startswith("v1.") for path in module.values()) and release(version) >= FIRST_V1
         )
-        in_v0 = any(each and not each.startswith("v1.") for each in module.values()) and name in V0_SPOKEN
+        in_v0 = any(path and not path.startswith("v1.") for path in module.values()) and name in V0_SPOKEN
         assert supported(name, version) == (in_v1 or in_v0), (name, module)
         if supported(name, version):
             profile = known.profile(version)
@@ -555,7 +559,7 @@ def test_the_version_is_found_below_what_a_start_says() -> None:
 def test_ranges_do_not_overlap() -> None:
     for name in connectors.names():
         connector = connectors.get(name)
-        profiles = [connector.releases, *(each.releases for each in connector.older)]
+        profiles = [connector.releases, *(profile.releases for profile in connector.older)]
         for later, earlier in pairwise(profiles):
             assert earlier.until <= later.first
     assert (0, 23, 9) in Releases((0, 10), (0, 24))

@@ -12,16 +12,19 @@ def test_prometheus_own_parser_reads_what_is_written() -> None:
         *family("running", "gauge", [(labels, 1e-9)]),
         *histogram("step_seconds", labels, (0.5, 1), (2, 0, 1), 7.25, "Length of a step."),
     ]
-    read = {each.name: each for each in text_string_to_metric_families("\n".join(lines) + "\n")}
-    assert {name: each.type for name, each in read.items()} == {
+    read = {metric.name: metric for metric in text_string_to_metric_families("\n".join(lines) + "\n")}
+    assert {name: metric.type for name, metric in read.items()} == {
         "kv_bytes": "counter",
         "running": "gauge",
         "step_seconds": "histogram",
     }
     assert read["kv_bytes"].documentation == "Bytes \\ of\nKV."
-    assert [(each.labels, each.value) for each in read["kv_bytes"].samples] == [(labels, 3.0), ({}, 0.1)]
-    assert [(each.labels, each.value) for each in read["running"].samples] == [(labels, 1e-9)]
-    bounds = {each.labels.get("le", each.name): each.value for each in read["step_seconds"].samples}
+    assert [(sample.labels, sample.value) for sample in read["kv_bytes"].samples] == [
+        (labels, 3.0),
+        ({}, 0.1),
+    ]
+    assert [(sample.labels, sample.value) for sample in read["running"].samples] == [(labels, 1e-9)]
+    bounds = {sample.labels.get("le", sample.name): sample.value for sample in read["step_seconds"].samples}
     assert bounds == {
         "0.5": 2.0,
         "1.0": 2.0,
@@ -29,4 +32,4 @@ def test_prometheus_own_parser_reads_what_is_written() -> None:
         "step_seconds_count": 3.0,
         "step_seconds_sum": 7.25,
     }
-    assert all(labels.items() <= each.labels.items() for each in read["step_seconds"].samples)
+    assert all(labels.items() <= sample.labels.items() for sample in read["step_seconds"].samples)

@@ -86,7 +86,7 @@ def test_a_request_lets_an_old_idle_p_free_its_kv_before_a_reset(
     options = json.dumps({"model": "m", "version": version})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", f"connectors=[{connector}]")
     scenario, _ = resolve(CliOptions("quickstart", sets))
-    (planned,) = [each for each in plan_of(scenario).deployments if each.label == connector]
+    (planned,) = [candidate for candidate in plan_of(scenario).deployments if candidate.label == connector]
     deployment = RunningDeployment(
         scenario, planned, LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")
     )
@@ -106,7 +106,7 @@ def test_a_request_lets_an_old_idle_p_free_its_kv_before_a_reset(
         deployment.stop()
         server.shutdown()
         server.server_close()
-    prefill = [each for each in deployment.endpoints.metrics_urls if each.startswith("prefill")]
+    prefill = [name for name in deployment.endpoints.metrics_urls if name.startswith("prefill")]
     assert len(keeping) == (len(prefill) if asked else 0)
     assert Kept.paths == ["/v1/completions"] * len(keeping) + ["/reset_prefix_cache"]
 
@@ -121,9 +121,10 @@ def test_launch_names_the_ports_that_nobody_can_guess(tmp_path: Path) -> None:
         launcher = LocalLauncher("test-ports", tmp_path / planned.label, tmp_path / "specs")
         deployment = RunningDeployment(scenario, planned, launcher)
         said |= {
-            f"{planned.label} {each.name}": side_ports(deployment, each.name) for each in planned.instances
+            f"{planned.label} {instance.name}": side_ports(deployment, instance.name)
+            for instance in planned.instances
         }
-        said[f"{planned.label} ports"] = [str(each.side_port) for each in planned.instances]
+        said[f"{planned.label} ports"] = [str(instance.side_port) for instance in planned.instances]
         deployment.stop()
     assert said["mooncake prefill-0"] == [f"bootstrap port {said['mooncake ports'][0]}"]
     assert said["mooncake decode-0"] == []
@@ -186,9 +187,9 @@ def test_completions_asked_together_are_those_asked_alone(tmp_path: Path) -> Non
             prompts = [[1] * 64, [2] * 64, [3] * 57]
             alone = [deployment.complete(prompt, 4) for prompt in prompts]
             together = deployment.complete_scored(prompts, 4)
-            assert [each.text for each in together] == alone
-            assert [each.choices for each in together] == [(), (), ()]
+            assert [completion.text for completion in together] == alone
+            assert [completion.choices for completion in together] == [(), (), ()]
             found = reference_outputs(deployment.complete_scored, prompts, 4, deployment.reset_caches)
             assert found.texts == tuple(alone)
-            assert [each.texts for each in found.repeats] == [found.texts] * 3
+            assert [repeat.texts for repeat in found.repeats] == [found.texts] * 3
             assert compare(found, Outputs(found.texts, 0.1)).passed

@@ -49,7 +49,7 @@ def test_each_line_is_told_its_cause(key: str) -> None:
 
 @given(st.permutations(HONEST), st.sampled_from([LogSource(), MOONCAKE, NIXL]))
 def test_honest_lines_tell_nothing(lines: list[str], source: LogSource) -> None:
-    asked = [each for each in lines if "using TCP" not in each or source.transport_asked == "tcp"]
+    asked = [line for line in lines if "using TCP" not in line or source.transport_asked == "tcp"]
     assert diagnose(asked, source) == []
 
 
@@ -306,7 +306,7 @@ def test_a_real_pairs_logs_tell_nothing(name: str, tmp_path: Path) -> None:
         assert len(lines) > 2
         asked = connector.transport_asked(connector.options_model())
         assert diagnose(lines, LogSource(log.stem, "emulated", connector.kv_connector, "", asked)) == []
-        assert [each for each in diagnose(lines) if each.key != "mooncake_silent_tcp"] == []
+        assert [diagnosis for diagnosis in diagnose(lines) if diagnosis.key != "mooncake_silent_tcp"] == []
 
 
 # What engines and libraries are known to say when a hand-over goes wrong, and the key of its cause.

@@ -93,8 +93,8 @@ def test_the_first_log_probabilities_may_take_longer_than_a_request(router: bool
     """As with vLLM, which compiles for them; with kvbench's router in between, which answers 504."""
     with asked(3 * TIMEOUT_S, router=router) as (requests, server):
         found = requests.complete([[1, 2], [3, 4]], 2, scored=True)
-    assert [each.text for each in found] == [" a", " a"]
-    assert all(each.choices for each in found)
+    assert [completion.text for completion in found] == [" a", " a"]
+    assert all(completion.choices for completion in found)
     assert len(server.asked) > 2
 
 
@@ -156,8 +156,10 @@ def test_servers_that_tell_no_log_probabilities_are_taken_as_they_are(told: Any)
 
 def test_pieces_of_a_character_end_what_can_be_placed() -> None:
     broken = {**TOLD, "tokens": [" the", "\ufffd"]}
-    assert [each.token for each in completion_of(answer(" thé", logprobs=broken)).choices] == []
-    assert [each.token for each in completion_of(answer(" the\u20ac", logprobs=broken)).choices] == [" the"]
+    assert [choice.token for choice in completion_of(answer(" thé", logprobs=broken)).choices] == []
+    assert [choice.token for choice in completion_of(answer(" the\u20ac", logprobs=broken)).choices] == [
+        " the"
+    ]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"choices": []}, {"choices": [{}]}, {"choices": [None]}, []])

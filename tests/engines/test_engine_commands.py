@@ -51,7 +51,7 @@ def scenario(
 
 
 def deployment_of(asked: Scenario, label: str) -> DeploymentPlan:
-    return next(each for each in plan_of(asked).deployments if each.label == label)
+    return next(deployment for deployment in plan_of(asked).deployments if deployment.label == label)
 
 
 def specs(asked: Scenario, label: str = "nixl") -> dict[str, ProcessSpec]:
@@ -108,10 +108,10 @@ def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     listed = "[{name: nixl_push, dispatch: concurrent}]"
     made = specs(scenario(listed=listed, tensor_parallel_size=2, prefill=2), "nixl_push")
     told = parse_spec(RouterSpec, made["router"].spec).prefill
-    for number, each in enumerate(told):
+    for number, server in enumerate(told):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
-        assert (each["engine_ids"], each["tensor_parallel_size"]) == ([config["engine_id"]], 2)
-    assert len({each["engine_ids"][0] for each in told}) == 2
+        assert (server["engine_ids"], server["tensor_parallel_size"]) == ([config["engine_id"]], 2)
+    assert len({server["engine_ids"][0] for server in told}) == 2
 
 
 def test_a_pushing_p_has_an_id_and_an_address_for_each_data_parallel_rank() -> None:
@@ -207,7 +207,7 @@ def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
 def test_side_channel_ports_of_all_ranks_are_planned() -> None:
     asked = scenario(listed="[nccl]", options=without(version="0.13.0"), tensor_parallel_size=4)
     plan = deployment_of(asked, "nccl")
-    assert [len(each.all_side_ports) for each in plan.instances] == [4, 4]
+    assert [len(instance.all_side_ports) for instance in plan.instances] == [4, 4]
     assert len(set(plan.ports)) == len(plan.ports) == 1 + 2 * 5
     router = specs(asked, "nccl")["router"].spec
     assert router["version"] == "0.13.0"
@@ -271,7 +271,7 @@ def test_unequal_ranks_that_cannot_work_are_refused(
     options = without(version=version, command=[sys.executable])
     asked = scenario(listed=f"[{listed}]", options=options, **sizes)
     problem = unusable(asked, deployment_of(asked, listed))
-    noted = [each for each in plan_of(asked).notes if each.startswith(f"{listed} cannot run: ")]
+    noted = [note for note in plan_of(asked).notes if note.startswith(f"{listed} cannot run: ")]
     if not said:
         assert (problem, noted) == (None, [])
         return
@@ -284,9 +284,11 @@ def test_unequal_ranks_that_cannot_work_are_refused(
 def test_each_versions_word_for_what_became_of_kv_nobody_fetched() -> None:
     for version, noted in (("0.20.2", 0), ("0.32.0", 1)):
         options = without(version=version, env={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": "60"})
-        notes = [each for each in engine_warnings(scenario(options=options)) if "ABORT_REQUEST" in each]
+        notes = [
+            warning for warning in engine_warnings(scenario(options=options)) if "ABORT_REQUEST" in warning
+        ]
         assert len(notes) == noted
-        assert all("extra_config: kv_lease_duration" in each for each in notes)
+        assert all("extra_config: kv_lease_duration" in note for note in notes)
 
 
 def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
@@ -299,7 +301,7 @@ def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
     ):
         asked = scenario(listed=listed)
         found = transport_findings(asked, plan_of(asked), {"": devices})
-        assert [each.gate for each in found] == codes
+        assert [finding.gate for finding in found] == codes
     assert "ucx_net_devices do nothing" in " ".join(
         engine_warnings(scenario(listed="[{name: nixl, backends: [LIBFABRIC], ucx_net_devices: all}]"))
     )
@@ -350,7 +352,7 @@ def test_hosts_elsewhere_are_printed_only() -> None:
     ],
 )
 def test_warnings(asked: Scenario, said: str) -> None:
-    found = [each for each in engine_warnings(asked) if "listen on" not in each]
+    found = [warning for warning in engine_warnings(asked) if "listen on" not in warning]
     assert len(found) == 1
     assert said in found[0]
     assert said in " ".join(plan_of(asked).notes)
@@ -374,7 +376,7 @@ def test_nothing_is_warned_about_without_need() -> None:
 def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
     def told(**given: Any) -> str | None:
         asked = scenario(options=without(version=version, engine_args=given))
-        warned = any("rms_norm" in each for each in engine_warnings(asked))
+        warned = any("rms_norm" in warning for warning in engine_warnings(asked))
         assert warned == (on_cpus and given == {"compilation_config": {"mode": 0}})
         return flags(specs(asked)["decode-0"]).get("--compilation-config")
 
@@ -385,9 +387,9 @@ def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_c
 
 def test_a_plan_says_what_nccl_takes_and_which_connector_the_release_lacks() -> None:
     known = plan_of(scenario("vllm", "[nccl]", {"model": "./m", "version": "0.13.0"})).notes
-    assert [each for each in known if "nccl: each rank of P and D pins 32 GiB" in each]
+    assert [note for note in known if "nccl: each rank of P and D pins 32 GiB" in note]
     lacking = plan_of(scenario("vllm", "[nccl]", {"model": "./m", "version": "0.24.0"})).notes
-    assert [each for each in lacking if "nccl cannot run: vLLM 0.24.0 has no P2pNcclConnector" in each]
+    assert [note for note in lacking if "nccl cannot run: vLLM 0.24.0 has no P2pNcclConnector" in note]
 
 
 # The version asked
@@ -459,7 +461,7 @@ def test_sglang_gets_every_option(listed: str, role: str, env: dict[str, str]) -
     asked = scenario("sglang", f"[{listed}]", {"model": "m"})
     spec = specs(asked, asked.connectors[0].label)[f"{role}-0"]
     own = {key.removeprefix("SGLANG_DISAGGREGATION_"): value for key, value in spec.env.items()}
-    given = {key: each for key, each in own.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
+    given = {key: text for key, text in own.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
     assert given == env
     assert own["SGLANG_HOST_IP"] == "127.0.0.1"
 

@@ -119,7 +119,7 @@ def test_every_engine_keeps_the_contract(name: str) -> None:
         assert not options.with_version("1.2.3").asks_version
     if engines.get(name).first_scenario is not None:
         found = able_connectors(name, FoundMachine(engines={name: Installed("/bin/e", "0.32.0")}))
-        assert "aggregated" in {each.name for each in found}
+        assert "aggregated" in {check.name for check in found}
 
 
 def test_an_engine_that_init_does_not_offer() -> None:

@@ -85,8 +85,8 @@ def test_an_emulated_engine_of_it_is_given_the_whole_profile(mine: Path) -> None
     planned = plan_of(scenario).deployments[-1]
     # Behind the real router, over the real library.
     around = SimulatedDeployment.of(scenario, planned).around
-    assert around.overheads in {each.overheads for each in LOOPBACK.values()}
-    specs = [each.spec for each in process_specs(scenario, planned) if "timing" in each.spec]
+    assert around.overheads in {surroundings.overheads for surroundings in LOOPBACK.values()}
+    specs = [spec.spec for spec in process_specs(scenario, planned) if "timing" in spec.spec]
     mine.unlink()
     assert specs
     for spec in specs:

@@ -106,7 +106,7 @@ class Launched:
     def family(self) -> list[psutil.Process]:
         """Every process of the engines: API servers, engine cores, and what these have started."""
         leaders = [psutil.Process(pid) for pid in self.pids.values()]
-        return leaders + [child for each in leaders for child in each.children(recursive=True)]
+        return leaders + [child for leader in leaders for child in leader.children(recursive=True)]
 
 
 @contextmanager
@@ -243,7 +243,9 @@ def test_a_prefill_server_killed_at_work_is_named_at_once(connector: str, part: 
     with launched(connector) as server:
         processes = server.family()
         leader = psutil.Process(server.pids["prefill-0"])
-        cores = [each for each in leader.children(recursive=True) if "EngineCore" in " ".join(each.cmdline())]
+        cores = [
+            child for child in leader.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())
+        ]
         assert len(cores) == 1
         over = threading.Event()
         sender = threading.Thread(target=_keep_sending, args=(server.url, over))
@@ -302,7 +304,7 @@ def test_a_short_sweep_over_all_lengths_and_connectors(tmp_path: Path) -> None:
             assert (checked["checked"], checked["equal"] + checked["within_noise"]) == (4, 4)
             assert checked["power"]
     valid = [trial for trial in run.trials if trial.verdict != "invalid"]  # a busy host is refused
-    assert {trial.cell for trial in valid if trial.purpose != "ceiling"} == {each.cell for each in run.cells}
+    assert {trial.cell for trial in valid if trial.purpose != "ceiling"} == {cell.cell for cell in run.cells}
     for trial in valid:
         assert trial.labels == []
         if trial.cell.connector != "aggregated":

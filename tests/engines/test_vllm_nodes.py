@@ -160,7 +160,7 @@ def test_arguments_of_one_instance() -> None:
 
 def test_each_host_gives_its_share_of_the_gpus() -> None:
     env = far_device_env(parsed(), nixl(parsed()))
-    assert {name: each["CUDA_VISIBLE_DEVICES"] for name, each in env.items()} == {
+    assert {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in env.items()} == {
         "prefill-0": "0,1,2,3", "prefill-0-node1": "0,1,2,3", "prefill-1": "0,1,2,3",
         "prefill-1-node1": "0,1,2,3", "decode-0": "0,1,2,3,4,5,6,7",
     }  # fmt: skip
@@ -173,7 +173,7 @@ def test_planned_ports_have_one_for_the_meeting() -> None:
     planned = plan_of(parsed(base_port=22_000))
     ports = planned.ports
     assert len(set(ports)) == len(ports)
-    meeting = [each.group_port for each in planned.deployments[-1].instances]
+    meeting = [instance.group_port for instance in planned.deployments[-1].instances]
     assert meeting[0] in ports
     assert meeting[2] is None
 
@@ -246,7 +246,7 @@ def told(output: str) -> tuple[list[str], dict[str, str]]:
     """Arguments of a ``vllm`` that prints its own, and what of its environment is not this process's."""
     argv, env = json.loads(output.splitlines()[-1])
     mere = {"PATH", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "KVBENCH_RUN_TAG", "PYTHONUNBUFFERED"}
-    return argv, {key: each for key, each in env.items() if key not in mere and os.environ.get(key) != each}
+    return argv, {key: word for key, word in env.items() if key not in mere and os.environ.get(key) != word}
 
 
 def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_mooncake_does_not_read_the_hosts_nics() -> None:
         multi = {"name": "multi", "first": "mooncake", "first_options": options}
         for asked in (["nixl", {"name": "mooncake", **options}], [multi]):
             warnings = engine_warnings(parsed(hosts=hosts, connectors=asked))
-            assert sum("not the hosts' nics (mlx5_0)" in each for each in warnings) == said
+            assert sum("not the hosts' nics (mlx5_0)" in warning for warning in warnings) == said
 
 
 def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
         text(base_port=22_000, hosts={n: {"address": f"10.0.0.{n}", "nics": ["x0"]} for n in "abcde"})
     )
     processes = json.loads(invoke("plan", "--json", str(path)).out)["processes"]["nixl"]
-    node = next(each for each in processes if each["name"] == "prefill-0-node1")
+    node = next(process for process in processes if process["name"] == "prefill-0-node1")
     assert (node["host"], node["nics"]) == ("10.0.0.b", ["x0"])
     assert node["nic_env"]["rdma"]["UCX_NET_DEVICES"] == "x0:1"
     job = {
@@ -384,8 +384,8 @@ for argv in json.load(sys.stdin):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [each[:3] for each in told] == [
+    assert [row[:3] for row in told] == [
         [2, 0, "10.0.0.1"], [2, 1, "10.0.0.1"], [2, 0, "10.0.0.3"], [2, 1, "10.0.0.3"], [1, 0, "127.0.0.1"],
     ]  # fmt: skip
-    assert [each[3] for each in told] == [False, True, False, True, False]
-    assert all(each[4].items() >= extra.items() for each in told)
+    assert [row[3] for row in told] == [False, True, False, True, False]
+    assert all(row[4].items() >= extra.items() for row in told)

@@ -31,7 +31,7 @@ SEED = {
 
 
 def names(versions: dict[str, str], gpu: bool | None) -> list[str]:
-    return [each.name for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))]
+    return [clash.name for clash in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def test_sets_that_are_known_to_work_are_left_alone(versions: dict[str, str], gp
     ],
 )
 def test_a_clash_is_found_with_its_mend(versions: dict[str, str], gpu: bool | None, expected: str) -> None:
-    found = {each.name: each for each in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))}
+    found = {
+        clash.name: clash for clash in clashes(EngineEnvironment(versions, cuda_major_of(versions), gpu))
+    }
     assert expected in found
     assert found[expected].fix
     assert found[expected].status in ("warn", "missing")

@@ -64,5 +64,5 @@ def test_stop_removes_those_of_dead_runs_and_no_others(temporary: Path) -> None:
         assert kvbench("stop", "--run", "a-run", env=environment).out.count(" removed") == 2
         assert not any(folder.exists() for folder in made)
         assert alive.is_dir()
-    left_there = sorted(each.name for each in temporary.iterdir())
+    left_there = sorted(path.name for path in temporary.iterdir())
     assert left_there == ["kvbench-link", "kvbench-linked", "kvbench-results", "other"]

@@ -64,8 +64,8 @@ def reading(pid: int, parent: int, session: int, cpu_s: float = 0.0) -> procfs.P
 
 def test_an_orphaned_worker_still_belongs_to_its_server() -> None:
     table = {
-        each.pid: each
-        for each in (
+        process.pid: process
+        for process in (
             reading(10, 1, 10),  # the server, leading a session
             reading(11, 10, 10),
             reading(12, 11, 12),  # a child in a session of its own

@@ -79,7 +79,7 @@ def test_a_scenario_is_planned_or_refused(tmp_path_factory: pytest.TempPathFacto
     try:
         scenario, kept = load_scenario(str(path), known=REGISTRY)
         assert kept == data
-        for name in (scenario.name, *(each.label for each in scenario.connectors)):
+        for name in (scenario.name, *(connector.label for connector in scenario.connectors)):
             assert Path(name).name == name
             assert not name.startswith(".")
     except KvbenchError as error:
@@ -118,7 +118,9 @@ def test_a_trace_is_read_or_refused_in_words(tmp_path_factory: pytest.TempPathFa
     path.write_bytes(data)
     try:
         requests = load_trace(Trace(path=str(path)))
-        assert all(each.input_len > 0 and each.output_len > 0 and each.offset_s >= 0 for each in requests)
+        assert all(
+            request.input_len > 0 and request.output_len > 0 and request.offset_s >= 0 for request in requests
+        )
     except KvbenchError as error:
         said(error)
 

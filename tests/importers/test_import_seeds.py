@@ -166,7 +166,7 @@ def test_every_cell_of_the_page(tmp_path: Path, where: str) -> None:
 
 def test_the_page_quotes_its_tables_twice_and_one_row_stands_twice(tmp_path: Path) -> None:
     told = run_of(tmp_path, "pr10884.txt").manifest["imported"]
-    repeated = [(each["line"], each["repeats_line"]) for each in told["about"]["repeated_tables"]]
+    repeated = [(table["line"], table["repeats_line"]) for table in told["about"]["repeated_tables"]]
     assert repeated == [(240, 95), (253, 108), (269, 124), (292, 95), (305, 108), (321, 124)]
     (twice,) = told["left_out"]
     assert (twice["line"], "line 115" in twice["why"]) == (131, True)

@@ -88,7 +88,7 @@ def test_roles_get_the_nodes_that_their_bundles_landed_on() -> None:
 
 
 @given(
-    st.dictionaries(st.uuids().map(lambda each: each.hex), st.sampled_from(["n1", "n2", "n3"]), min_size=1)
+    st.dictionaries(st.uuids().map(lambda uuid: uuid.hex), st.sampled_from(["n1", "n2", "n3"]), min_size=1)
 )
 def test_every_node_has_a_name_of_its_own(nodes: dict[str, str]) -> None:
     names = unique_names(nodes)

@@ -75,9 +75,9 @@ def test_each_role_gets_the_node_that_its_resource_names(lab: RayLab) -> None:
         assert nodes.hosts == HOSTS
         assert (nodes.address("pre0"), nodes.address("dec0")) == ("127.0.0.2", "127.0.0.3")
         agents = [AgentClient(nodes.channel(name, agent("roles"))) for name in ("pre0", "dec0")]
-        assert all(abs(each.clock_ahead_s()) < 0.1 for each in agents)  # one machine: one clock
-        for each in agents:
-            each.close()
+        assert all(abs(agent.clock_ahead_s()) < 0.1 for agent in agents)  # one machine: one clock
+        for client in agents:
+            client.close()
     assert until(lambda: not tagged("roles"), GONE_S)
 
 

@@ -71,10 +71,10 @@ def test_a_pool_of_nodes_is_dealt_out_and_agents_answer(lab: SlurmLab) -> None:
         (prefill,), (decode,) = job.hosts["prefill"], job.hosts["decode"]
         assert {prefill, decode} == {"pre0", "dec0"}
         agents = [AgentClient(job.channel(node, agent("pool"))) for node in (prefill, decode)]
-        assert [each.name for each in agents] == [prefill, decode]
-        assert all(abs(each.clock_ahead_s()) < 0.05 for each in agents)  # one machine: one clock
-        for each in agents:
-            each.close()
+        assert [agent.name for agent in agents] == [prefill, decode]
+        assert all(abs(agent.clock_ahead_s()) < 0.05 for agent in agents)  # one machine: one clock
+        for client in agents:
+            client.close()
     assert until(lambda: not tagged("pool"), GONE_S)
 
 

@@ -137,7 +137,7 @@ class Reach:
         return Fleet(
             deployment,
             f"ssh-test-{os.getpid()}",
-            connector(lambda each: deployment.hosts[each].ssh, connections),
+            connector(lambda host: deployment.hosts[host].ssh, connections),
             connections.close,
         )
 
@@ -205,7 +205,7 @@ class TestReaching:
         }
         deployment = parsed(sections, {"prefill": "a", "decode": "b"})
         connections = SshConnections()
-        reach = connector(lambda each: deployment.hosts[each].ssh, connections)
+        reach = connector(lambda host: deployment.hosts[host].ssh, connections)
         with (
             pytest.raises(LaunchError, match=r"a \(.* refuses the connection; b: cannot work"),
             Fleet(deployment, "t", reach, connections.close) as fleet,
@@ -234,14 +234,14 @@ def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
     text = scenario_text(sections, {"prefill": "a", "decode": "b", "loadgen": "c"})
     scenario = parse_scenario(text, "far.yaml", registry())
     connections = SshConnections()
-    reach = connector(lambda each: scenario.deployment.hosts[each].ssh, connections)
+    reach = connector(lambda host: scenario.deployment.hosts[host].ssh, connections)
     with Fleet(scenario.deployment, f"nics-{os.getpid()}", reach, connections.close) as fleet:
         fleet.require()
         told = measure_nics(scenario, fleet)
     assert list(told) == [
         ("a/data0", "b/data0"), ("a/ssh0", "b/ssh0"), ("b/data0", "a/data0"), ("b/ssh0", "a/ssh0"),
     ]  # fmt: skip
-    assert all(each["bytes_per_s"] > 0 and each["rtt_s"] > 0 for each in told.values()), told
+    assert all(link["bytes_per_s"] > 0 and link["rtt_s"] > 0 for link in told.values()), told
 
 
 def test_gids_are_shown_and_a_port_without_one_is_warned_of() -> None:
@@ -358,7 +358,7 @@ def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: 
         hosts.heal("b")
         long.kill()
     run = the_run(results)
-    results_by_label = {each.cell.connector: each for each in [*run.cells, *run.other_cells]}
+    results_by_label = {cell.cell.connector: cell for cell in [*run.cells, *run.other_cells]}
     assert results_by_label["second"].status in ("done", "refused"), done.text
     assert results_by_label["first"].status == "failed"
     assert "the host b is lost" in results_by_label["first"].reason
@@ -412,7 +412,7 @@ def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Pat
     before = hosts.received("b")
     done = kvbench("sweep", str(path), "--output", str(tmp_path / "results"))
     run = the_run(tmp_path / "results")
-    states = {each.cell.connector: each.status for each in run.other_cells}
+    states = {cell.cell.connector: cell.status for cell in run.other_cells}
     assert set(states.values()) <= {"done", "refused"}, done.text
     assert set(states) == set(connectors), done.text
     moved = sum(
@@ -421,7 +421,7 @@ def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Pat
         if trial.cell.connector != "aggregated"
     )
     assert hosts.received("b") - before > moved > 0
-    assert all(each.equal_outputs for each in run.other_cells if each.cell.connector != "aggregated")
+    assert all(cell.equal_outputs for cell in run.other_cells if cell.cell.connector != "aggregated")
 
 
 @asked

@@ -112,8 +112,8 @@ def test_one_scenario_compares_all_on_equal_gpus() -> None:
     gpus = {}
     for planned in plan_of(scenario).deployments:
         deployed = scenario.deployed(planned.label)
-        assert {deployed.host_name(each.name) for each in planned.instances} == {"p", "d"}
-        gpus[planned.label] = sum(deployed.ranks_of(each.name).gpus for each in planned.instances)
+        assert {deployed.host_name(instance.name) for instance in planned.instances} == {"p", "d"}
+        gpus[planned.label] = sum(deployed.ranks_of(instance.name).gpus for instance in planned.instances)
     names = ("aggregated", "nixl", "mooncake")
     assert gpus == {f"{name}-tp{size}": 2 * size for name in names for size in (4, 8)}
     nixl, mooncake = (scenario.deployed(f"{name}-tp8") for name in names[1:])

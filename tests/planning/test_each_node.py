@@ -60,7 +60,7 @@ def problems(engine: str, specs: Mapping[str, ProcessSpec]) -> list[str]:
         wanted = dict.fromkeys(ADDRESSES[engine], own["address"])
         wanted |= {"OF": host, "NCCL_IB_HCA": "=" + ",".join(own["nics"])}
         wanted["UCX_NET_DEVICES"] = ",".join(f"{nic}:1" for nic in own["nics"])
-        found += [f"{name}: {key} {env.get(key)}" for key, each in wanted.items() if env.get(key) != each]
+        found += [f"{name}: {key} {env.get(key)}" for key, value in wanted.items() if env.get(key) != value]
         if (bound := spec.argv[spec.argv.index("--host") + 1]) != own["address"] or spec.host != bound:
             found.append(f"{name}: --host {bound}, started on {spec.host}")
         visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -80,7 +80,7 @@ def test_every_process_has_what_is_its_nodes(engine: str, version: str, connecto
 def env(**changes: str | None) -> Callable[[ProcessSpec], ProcessSpec]:
     """A change of variables; None drops one."""
     return lambda spec: replace(
-        spec, env={key: each for key, each in {**spec.env, **changes}.items() if each is not None}
+        spec, env={key: value for key, value in {**spec.env, **changes}.items() if value is not None}
     )
 
 

@@ -39,7 +39,7 @@ def manifests(scenario: Scenario, words: Sequence[str] = ()) -> list[dict[str, A
 @functools.cache
 def by_schema(kind: str, api_version: str) -> Draft202012Validator:
     """What ``kubernetes_validate.validate`` judges a kind by, strictly; read once, as it is 3 MB."""
-    *_, version = [each for each in all_versions() if major_minor(each) == VERSION]
+    *_, version = [release for release in all_versions() if major_minor(release) == VERSION]
     folder = f"kubernetes-json-schema/v{version}-local-strict"
     schema = schema_contents(f"{folder}/{kind.lower()}-{api_version.replace('/', '-')}.json", VERSION)
     definitions = schema_contents(f"{folder}/_definitions.json", VERSION)
@@ -60,11 +60,11 @@ def test_the_schemas_refuse_what_kubernetes_would() -> None:
 
 
 def of_kind(documents: Sequence[dict[str, Any]], kind: str) -> dict[str, dict[str, Any]]:
-    return {each["metadata"]["name"]: each for each in documents if each["kind"] == kind}
+    return {document["metadata"]["name"]: document for document in documents if document["kind"] == kind}
 
 
 def container(documents: Sequence[dict[str, Any]], end: str, index: int = 0) -> dict[str, Any]:
-    found = [each for name, each in of_kind(documents, "StatefulSet").items() if name.endswith(end)]
+    found = [document for name, document in of_kind(documents, "StatefulSet").items() if name.endswith(end)]
     (workload,) = found
     chosen: dict[str, Any] = workload["spec"]["template"]["spec"]["containers"][index]
     return chosen
@@ -81,12 +81,12 @@ def container(documents: Sequence[dict[str, Any]], end: str, index: int = 0) -> 
 def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connector: str) -> None:
     scenario = scenario_of(name, "deployment.base_port=21000", connector=connector)
     if not connector:
-        labels = [each.label for each in scenario.connectors]
+        labels = [choice.label for choice in scenario.connectors]
         scenario = scenario_of(name, "deployment.base_port=21000", connector=labels[-1])
     words = [f"rdma={RDMA}", "model-claim=models", "cpu=4", "memory=64Gi", "namespace=bench"]
     documents = manifests(scenario, words)
-    for each in documents:
-        validate(each)
+    for document in documents:
+        validate(document)
     services, workloads = of_kind(documents, "Service"), of_kind(documents, "StatefulSet")
     deployment = scenario.deployment
     engines = deployment.prefill.instances + deployment.decode.instances
@@ -98,12 +98,12 @@ def test_every_manifest_is_valid_by_the_schemas_of_kubernetes(name: str, connect
 def test_names_that_processes_are_told_are_services_with_those_ports() -> None:
     documents = manifests(scenario_of("quickstart", connector="mooncake"))
     ports = {
-        name: {each["port"] for each in service["spec"]["ports"]}
+        name: {entry["port"] for entry in service["spec"]["ports"]}
         for name, service in of_kind(documents, "Service").items()
     }
     configs = of_kind(documents, "ConfigMap")
     router = json.loads(configs["quickstart-mooncake-router"]["data"]["router.json"])
-    told = [each["url"] for each in (*router["prefill"], *router["decode"])]
+    told = [server["url"] for server in (*router["prefill"], *router["decode"])]
     assert len(told) == 2
     for url in told:
         name, _, port = url.removeprefix("http://").partition(":")
@@ -117,7 +117,7 @@ def test_what_binds_to_an_address_gets_the_pods_own() -> None:
     prefill = container(documents, "prefill-0")
     command = prefill["command"]
     assert command[command.index("--host") + 1] == "$(POD_IP)"
-    env = {each["name"]: each.get("value") for each in prefill["env"]}
+    env = {variable["name"]: variable.get("value") for variable in prefill["env"]}
     assert env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "$(POD_IP)"
     assert prefill["env"][0] == {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     # Of its neighbours it knows the names.
@@ -134,7 +134,7 @@ def test_instances_ask_for_their_gpus_and_rdma_devices() -> None:
         limits = instance["resources"]["limits"]
         assert limits == {"nvidia.com/gpu": ranks, "rdma/hca_shared_devices_a": "2"}
         assert instance["securityContext"] == {"capabilities": {"add": ["IPC_LOCK"]}}
-        assert "CUDA_VISIBLE_DEVICES" not in {each["name"] for each in instance["env"]}
+        assert "CUDA_VISIBLE_DEVICES" not in {variable["name"] for variable in instance["env"]}
     router = container(documents, "router")
     assert router["image"] == "mine:1"
     assert "resources" not in router
@@ -169,7 +169,7 @@ def pod_problems(documents: Sequence[dict[str, Any]]) -> list[str]:
     found = []
     for end, (host, gpus) in PODS.items():
         pod = container(documents, end)
-        env = {each["name"]: each.get("value") for each in pod["env"]}
+        env = {variable["name"]: variable.get("value") for variable in pod["env"]}
         wanted = {"OF": host, "UCX_NET_DEVICES": f"mlx5_{host}:1", "NCCL_IB_HCA": f"=mlx5_{host}"}
         wanted |= dict.fromkeys(("VLLM_HOST_IP", "VLLM_NIXL_SIDE_CHANNEL_HOST"), "$(POD_IP)")
         # vLLM's image has no kvbench, and this machine's folder is not there; nor are its GPUs' numbers.
@@ -193,8 +193,8 @@ def pod_problems(documents: Sequence[dict[str, Any]]) -> list[str]:
 
 def test_pods_have_their_hosts_environment_and_an_instance_a_pod_on_each_host(tmp_path: Path) -> None:
     documents = three_hosts(tmp_path)
-    for each in documents:
-        validate(each)
+    for document in documents:
+        validate(document)
     assert pod_problems(documents) == []
 
 
@@ -229,29 +229,29 @@ def test_each_mistake_of_a_pod_is_seen(wrong: str, value: str | None, tmp_path: 
     elif wrong == "files":
         pod["volumeMounts"].clear()
     else:
-        pod["env"] = [each for each in pod["env"] if each["name"] != wrong]
+        pod["env"] = [variable for variable in pod["env"] if variable["name"] != wrong]
         pod["env"] += [] if value is None else [{"name": wrong, "value": value}]
     assert pod_problems(documents) == [f"prefill-0-node1: {wrong}"]
 
 
 def test_everything_carries_the_run_tag() -> None:
     scenario = scenario_of("quickstart", connector="nixl")
-    (planned,) = [each for each in plan_of(scenario).deployments if not each.reference_only]
+    (planned,) = [deployment for deployment in plan_of(scenario).deployments if not deployment.reference_only]
     tag = run_tag(scenario, planned)
     documents = manifests(scenario)
-    assert {each["metadata"]["labels"]["kvbench/run-tag"] for each in documents} == {tag}
+    assert {document["metadata"]["labels"]["kvbench/run-tag"] for document in documents} == {tag}
     for workload in of_kind(documents, "StatefulSet").values():
-        for each in workload["spec"]["template"]["spec"]["containers"]:
-            assert {"name": "KVBENCH_RUN_TAG", "value": tag} in each["env"]
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            assert {"name": "KVBENCH_RUN_TAG", "value": tag} in container["env"]
 
 
 def test_files_that_a_process_is_told_of_are_mounted() -> None:
     for name, workload in of_kind(
         manifests(scenario_of("quickstart", connector="nixl")), "StatefulSet"
     ).items():
-        for each in workload["spec"]["template"]["spec"]["containers"]:
-            paths = [word for word in each["command"] if word.startswith("/etc/kvbench/")]
-            mounted = {mount["mountPath"] for mount in each["volumeMounts"]}
+        for container in workload["spec"]["template"]["spec"]["containers"]:
+            paths = [word for word in container["command"] if word.startswith("/etc/kvbench/")]
+            mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
             assert paths, name
             assert "/etc/kvbench" in mounted
 
@@ -285,6 +285,6 @@ def test_the_words_that_kubernetes_would_expand_stay_as_they_are(tmp_path: Path)
     options = scenario.deployment.engine_options.model_copy(update={"env": {"ODD": "$(HOME) and $PATH"}})
     deployment = scenario.deployment.model_copy(update={"engine_options": options})
     documents = manifests(scenario.model_copy(update={"deployment": deployment}))
-    env = {each["name"]: each.get("value") for each in container(documents, "prefill-0")["env"]}
+    env = {variable["name"]: variable.get("value") for variable in container(documents, "prefill-0")["env"]}
     assert env["ODD"] == "$$(HOME) and $PATH"
     assert not re.search(r"[&*]id\d", render_manifests(plan_of(scenario), K8sOptions()))

@@ -87,7 +87,7 @@ def test_an_address_of_another_node_is_seen() -> None:
     right = {"VLLM_HOST_IP": "10.0.0.2", "VLLM_NIXL_SIDE_CHANNEL_HOST": "10.0.0.2"}
     assert address_problems(ProcessSpec("p", argv, right, host="10.0.0.2")) == []
     for name in right:
-        for wrong in ({**right, name: "10.0.0.1"}, {key: each for key, each in right.items() if key != name}):
+        for wrong in ({**right, name: "10.0.0.1"}, {key: host for key, host in right.items() if key != name}):
             assert len(address_problems(ProcessSpec("p", argv, wrong, host="10.0.0.2"))) == 1
 
 
@@ -110,7 +110,7 @@ def test_a_release_takes_every_word_of_a_scenario(
         taken: Counter[tuple[str, int]] = Counter()
         for spec in engines_of(specs):
             given, wrong = arguments(spec.argv, version)
-            wrong = [each for each in wrong if each.partition(":")[0] not in passed]
+            wrong = [problem for problem in wrong if problem.partition(":")[0] not in passed]
             if config := given.get("--kv-transfer-config"):
                 wrong += config_problems(json.loads(config), version)
             ours = {key for key in spec.env if key.startswith("VLLM_")} - users.keys() - OWN_ENV

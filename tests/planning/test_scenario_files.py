@@ -33,15 +33,15 @@ def test_bundled_scenarios_are_right(name: str) -> None:
     assert scenario.name == name
     assert data == find_scenario(name)[0]
     assert scenario.description
-    assert make_plan(scenario, {each: connectors.get(each) for each in connectors.names()}).cells
+    assert make_plan(scenario, {label: connectors.get(label) for label in connectors.names()}).cells
 
 
 def test_quickstart_is_quick() -> None:
     scenario, _ = load_scenario("quickstart")
-    plan = make_plan(scenario, {each: connectors.get(each) for each in connectors.names()})
+    plan = make_plan(scenario, {name: connectors.get(name) for name in connectors.names()})
     assert plan.upper_s <= 11 * 60  # most cells end long before
     assert len(scenario.workload.input_len) >= 2
-    assert {each.name for each in scenario.connectors} == {"aggregated", "mooncake", "nixl"}
+    assert {connector.name for connector in scenario.connectors} == {"aggregated", "mooncake", "nixl"}
 
 
 @pytest.mark.parametrize("name", bundled_names())

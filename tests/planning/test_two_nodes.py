@@ -118,8 +118,8 @@ def test_roles_and_router(case: str) -> None:
     }
     assert roles == {"prefill": "kv_producer", "decode": "kv_consumer"}
     router = made["router"]
-    assert [each["url"] for each in router["prefill"]] == [f"http://{P}:{made['prefill'][2]['--port']}"]
-    assert [each["url"] for each in router["decode"]] == [f"http://{D}:{made['decode'][2]['--port']}"]
+    assert [server["url"] for server in router["prefill"]] == [f"http://{P}:{made['prefill'][2]['--port']}"]
+    assert [server["url"] for server in router["decode"]] == [f"http://{D}:{made['decode'][2]['--port']}"]
     assert router["host"] == P
     assert router["version"] == ("0.13.0" if case.endswith("0.13") else "0.33.0")
 

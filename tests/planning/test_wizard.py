@@ -91,7 +91,7 @@ def test_with_yes_the_file_is_for_this_machine_and_can_be_planned(tmp_path: Path
     assert f"kvbench sweep {path}" in done.out
     scenario = scenario_of(path)
     assert (scenario.name, scenario.deployment.engine) == ("mine", "emulated")
-    assert {"aggregated", "tcp"} <= {each.name for each in scenario.connectors}
+    assert {"aggregated", "tcp"} <= {connector.name for connector in scenario.connectors}
     assert path.read_text().count("#") > 10
     assert invoke("plan", str(path), sets=("deployment.base_port=0",)).status == 0
 
@@ -115,7 +115,7 @@ def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path)
     assert "above 0" in shown
     scenario = scenario_of(tmp_path / "mine.yaml")
     assert scenario.model.name == "qwen3-8b"
-    assert [each.name for each in scenario.connectors] == ["tcp"]
+    assert [connector.name for connector in scenario.connectors] == ["tcp"]
     assert scenario.workload.input_len == (512, 2048)
     assert scenario.workload.output_len == 32
     assert (scenario.slo.ttft_ms, scenario.slo.tpot_ms) == (300, 20)
@@ -172,7 +172,7 @@ def test_what_cannot_run_is_a_comment() -> None:
 def test_a_vllm_without_the_library_cannot_run_its_connector() -> None:
     vllm = Path(os.__file__)  # any file that is there
     machine = FoundMachine(engines={"vllm": Installed(str(vllm), "0.32.0", {"nixl": "1.5.1"})})
-    found = {each.name: each.detail for each in able_connectors("vllm", machine)}
+    found = {connector.name: connector.detail for connector in able_connectors("vllm", machine)}
     assert "tcp" not in found
     if not found["aggregated"]:  # there is a vllm on the PATH
         assert found["nixl"] == ""

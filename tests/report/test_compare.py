@@ -72,7 +72,7 @@ def test_every_cell_of_the_rows_is_in_csv_and_json(notes: RunFolder) -> None:
         assert int(row["total_input_tokens"]) == same["total_input_tokens"] == whole["input_tokens"]
         assert re.fullmatch(r"notes\.txt:\d+-\d+", row["source"])
     assert data["by"] == "connector"
-    assert {each["rule"] for each in data["conclusions"]} >= {"burst", "slot_cap", "claim"}
+    assert {conclusion["rule"] for conclusion in data["conclusions"]} >= {"burst", "slot_cap", "claim"}
 
 
 def test_the_conclusions_stand_before_the_table(notes: RunFolder) -> None:
@@ -112,17 +112,17 @@ def test_two_runs_of_one_scenario_are_repeats(tmp_path: Path) -> None:
     one, other = listed_rates(tmp_path, 1), listed_rates(tmp_path, 2)
     compared = compare_runs([one, other])
     assert compared.by == "connector"
-    (statement,) = [each for each in compared.statements if each.rule == "connector_ahead"]
+    (statement,) = [fact for fact in compared.statements if fact.rule == "connector_ahead"]
     assert statement.evidence["scope"] == "runs"
     by_run = compare_runs([one, other], CompareOptions(by="run"))
-    assert {each.evidence["scope"] for each in by_run.statements if each.rule == "run_ahead"} == {"requests"}
+    assert {fact.evidence["scope"] for fact in by_run.statements if fact.rule == "run_ahead"} == {"requests"}
 
 
 def test_one_run_with_its_requests_gives_intervals_of_that_run(tmp_path: Path) -> None:
     (statement,) = [
-        each
-        for each in compare_runs([listed_rates(tmp_path, 3)]).statements
-        if each.rule == "connector_ahead"
+        fact
+        for fact in compare_runs([listed_rates(tmp_path, 3)]).statements
+        if fact.rule == "connector_ahead"
     ]
     ratios = statement.evidence["places"]["1,024 in, 12 req/s"]
     mean = next(ratio for ratio in ratios if ratio["figure"] == "mean_ttft_ms")
@@ -207,7 +207,7 @@ def test_no_text_breaks_a_format(text: str) -> None:
     assert row["b"] == "1.5"
     assert row["a"] == spreadsheet_cell(text)
     assert len(as_markdown([table]).splitlines()) == 3
-    (line,) = [each for each in as_latex([table]).splitlines() if each.endswith("& 1.50 \\\\")]
+    (line,) = [candidate for candidate in as_latex([table]).splitlines() if candidate.endswith("& 1.50 \\\\")]
     inside = line.removesuffix("& 1.50 \\\\")
     assert not re.search(r"(?<!\\)[&%#_]", inside)
 

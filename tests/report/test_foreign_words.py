@@ -81,8 +81,8 @@ def test_no_terminal_is_commanded(hostile: Path, words: tuple[str, ...]) -> None
 def test_markdown_has_no_html_and_leads_nowhere(hostile: Path) -> None:
     text = (hostile / "report.md").read_text()
     assert "evil.example" in text
-    assert [each for each in tokens(text) if each[0] != "image"] == []
-    assert [each for each in tokens(text) if not each[1].startswith("figures/")] == []
+    assert [token for token in tokens(text) if token[0] != "image"] == []
+    assert [token for token in tokens(text) if not token[1].startswith("figures/")] == []
 
 
 class Page(HTMLParser):
@@ -131,14 +131,14 @@ def test_no_text_is_markup_in_markdown(text: str) -> None:
 def test_markdown_reads_as_it_was() -> None:
     for text in ("p95 < 200 ms", "a `b` c", "x <b> [y](z) \\< \\", "1 <= 2", "[kv]: 3"):
         inline = MARKDOWN.parseInline(markdown_words(text))[0]
-        shown = "".join(each.content for each in inline.children or ())
+        shown = "".join(child.content for child in inline.children or ())
         assert shown == text.replace("`", "")
 
 
 @given(st.text(st.sampled_from("`a\n~"), max_size=40))
 def test_code_does_not_end_its_fence(text: str) -> None:
-    fences = [each for each in MARKDOWN.parse(f"{fenced(text)}\n\nafter") if each.type != "inline"]
-    assert [each.type for each in fences] == ["fence", "paragraph_open", "paragraph_close"]
+    fences = [token for token in MARKDOWN.parse(f"{fenced(text)}\n\nafter") if token.type != "inline"]
+    assert [fence.type for fence in fences] == ["fence", "paragraph_open", "paragraph_close"]
 
 
 @pytest.mark.parametrize("text", [

@@ -31,17 +31,17 @@ def test_a_run_is_there_with_its_rows_and_trials(tmp_path: Path, monkeypatch: py
     client = MlflowClient()
     run, rows = load_run(path), summary_table(load_run(path))
     (experiment,) = client.search_experiments(filter_string="name LIKE 'kvbench-%'")
-    found = {each.info.run_name: each for each in client.search_runs([experiment.experiment_id])}
+    found = {entry.info.run_name: entry for entry in client.search_runs([experiment.experiment_id])}
     whole = found.pop(run.run_id)
     assert (whole.info.status, whole.data.params["seed"]) == ("FINISHED", str(run.manifest["seed"]))
-    assert "report.html" in {each.path for each in client.list_artifacts(whole.info.run_id)}
-    assert {each.data.tags["mlflow.parentRunId"] for each in found.values()} == {whole.info.run_id}
+    assert "report.html" in {artifact.path for artifact in client.list_artifacts(whole.info.run_id)}
+    assert {entry.data.tags["mlflow.parentRunId"] for entry in found.values()} == {whole.info.run_id}
     for row in rows:
         one = found[f"{row.cell.connector} {row.cell.input_len} in"]
         assert one.data.params["connector"] == row.cell.connector
         assert one.data.metrics["max_request_rate"] == pytest.approx(row.answer.max_request_rate)
         history = client.get_metric_history(one.info.run_id, "trial/request_rate")
         trials = [trial for trial in run.trials_of(row.cell) if trial.purpose != "ceiling"]
-        assert [each.value for each in sorted(history, key=lambda each: each.step)] == [
+        assert [metric.value for metric in sorted(history, key=lambda metric: metric.step)] == [
             trial.request_rate for trial in trials
         ]

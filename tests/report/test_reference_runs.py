@@ -68,7 +68,7 @@ def test_a_confirmed_answer_rests_on_a_trial_that_was_met(run: RunFolder, result
         return
     rate = result.answer["max_request_rate"]
     if (result.answer.get("replay") or {}).get("decides"):
-        met_rates = [each.request_rate for each in trials_of(run, result) if each.verdict_of("") == "met"]
+        met_rates = [trial.request_rate for trial in trials_of(run, result) if trial.verdict_of("") == "met"]
         assert min(met_rates) <= result.answer["upper"]
         return
     highest = rate * (1 + run.plan["scenario"]["search"]["precision"])
@@ -88,7 +88,7 @@ def test_a_confirmed_answer_rests_on_a_trial_that_was_met(run: RunFolder, result
 def test_what_proves_that_a_burst_is_no_rate_is_a_rate_that_was_held() -> None:
     run = RUNS["burst-or-sustained"]
     (sustained,), (burst,) = (
-        [each for each in [*run.cells, *run.other_cells] if each.method == method]
+        [cell for cell in [*run.cells, *run.other_cells] if cell.method == method]
         for method in ("sustained", "burst")
     )
     assert sustained.answer["status"] == "converged"

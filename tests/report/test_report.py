@@ -104,24 +104,22 @@ def test_a_row_shows_the_figures_of_the_trial_that_confirmed_its_rate(full: RunF
     assert [(r.cell.input_len, r.cell.connector) for r in rows] == [
         (length, name) for length in (512, 2048) for name in ("aggregated", "mooncake", "nixl")
     ]
-    for each, result in zip(rows, full.cells, strict=True):
+    for row, result in zip(rows, full.cells, strict=True):
         assert result.answer is not None
         trial = next(trial for trial in full.trials if trial.trial_id == result.confirmed_by)
-        assert each.trial_id == trial.trial_id
-        assert each.confirmed
-        assert trial.request_rate == each.answer.max_request_rate == result.answer["max_request_rate"]
-        assert each.answer.upper == result.answer["upper"]
-        assert each.values["ttft_ms_p99"] == trial.summary["ttft_ms"]["p99"]
-        assert each.values["achieved_request_rate"] == trial.summary["achieved_rate"]
-        assert each.values["kv_bytes_per_request"] == trial.engine["kv_bytes_per_request"]
-        assert each.trials == len(full.trials_of(each.cell))
-        assert (each.findings, each.labels) == ({"invalid": 1}, ("emulated",))
+        assert row.trial_id == trial.trial_id
+        assert row.confirmed
+        assert trial.request_rate == row.answer.max_request_rate == result.answer["max_request_rate"]
+        assert row.answer.upper == result.answer["upper"]
+        assert row.values["ttft_ms_p99"] == trial.summary["ttft_ms"]["p99"]
+        assert row.values["achieved_request_rate"] == trial.summary["achieved_rate"]
+        assert row.values["kv_bytes_per_request"] == trial.engine["kv_bytes_per_request"]
+        assert row.trials == len(full.trials_of(row.cell))
+        assert (row.findings, row.labels) == ({"invalid": 1}, ("emulated",))
 
 
 def test_every_column_is_filled_by_a_real_trial(full: RunFolder) -> None:
-    filled = {
-        name for each in summary_table(full) for name, value in each.values.items() if value is not None
-    }
+    filled = {name for row in summary_table(full) for name, value in row.values.items() if value is not None}
     assert filled == set(VALUE_COLUMNS) - {"gpu_watts"}  # no GPU was in it
 
 
@@ -140,17 +138,17 @@ def test_outcomes_that_are_no_rate_are_said_and_not_invented(special: RunFolder)
 def test_without_a_confirming_trial_the_highest_met_one_supports_the_answer(full: RunFolder) -> None:
     cells = [replace(result, confirmed_by=None) for result in full.cells]
     rows = summary_table(replace(full, cells=cells))
-    for each in rows:
-        met = [t for t in full.trials_of(each.cell) if t.verdict == "met"]
-        assert each.trial_id == max(met, key=lambda t: (t.request_rate, t.trial_id)).trial_id
+    for row in rows:
+        met = [t for t in full.trials_of(row.cell) if t.verdict == "met"]
+        assert row.trial_id == max(met, key=lambda t: (t.request_rate, t.trial_id)).trial_id
 
 
 def test_a_cell_that_was_cut_off_shows_what_is_known(full: RunFolder) -> None:
     cell = full.cells[0].cell
-    for each in summary_table(replace(full, cells=full.cells[1:], trials=full.trials_of(cell)[:2])):
-        if each.cell == cell:
-            assert each.outcome == "unfinished"
-            assert each.answer.text() == f"{number(each.answer.lower)} [{number(each.answer.lower)}, …]"
+    for row in summary_table(replace(full, cells=full.cells[1:], trials=full.trials_of(cell)[:2])):
+        if row.cell == cell:
+            assert row.outcome == "unfinished"
+            assert row.answer.text() == f"{number(row.answer.lower)} [{number(row.answer.lower)}, …]"
 
 
 def test_one_rate_is_not_called_a_maximum(tmp_path: Path) -> None:
@@ -189,7 +187,7 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 # --- who is ahead --------------------------------------------------------------------------------
 def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.3, 12.8)]
-    told = {(each.ahead, each.behind): each for each in rate_pairs(rows)}
+    told = {(pair.ahead, pair.behind): pair for pair in rate_pairs(rows)}
     assert (told["c", "b"].ratio, told["b", "a"].sure) == (None, pytest.approx(1.0, abs=0.001))
     # ln(12.6 · 12 / 10.5 / 10) / 2 ± what √2 log-normals with 90 % in a range of 1.05 spread.
     low, high = (1.2 * 1.05 ** (sign * math.sqrt(2) / 2) for sign in (-1, 1))
@@ -208,8 +206,8 @@ def test_an_interval_above_one_never_seems_to_contain_it() -> None:
 def test_rates_of_two_lengths_are_not_put_into_one_span() -> None:
     short = [row("a", 10.0, 10.5), row("b", 10.1, 10.6)]
     long = [
-        replace(each, cell=replace(each.cell, input_len=8192))
-        for each in (row("a", 2.0, 3.0), row("b", 2.1, 3.1))
+        replace(entry, cell=replace(entry.cell, input_len=8192))
+        for entry in (row("a", 2.0, 3.0), row("b", 2.1, 3.1))
     ]
     assert answer_text([*short, *long]) == (
         "At 1,024 and 8,192 tokens in, no significant difference between b and a "
@@ -243,9 +241,9 @@ def test_a_search_that_its_trials_ended_takes_part_with_its_posterior() -> None:
 
 def test_a_search_of_invalid_trials_takes_no_part() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 20.0, 20.5), row("c", 40.0, 40.5)]
-    rows = [rows[0], *(replace(each, answer=replace(each.answer, sure=False)) for each in rows[1:])]
+    rows = [rows[0], *(replace(row, answer=replace(row.answer, sure=False)) for row in rows[1:])]
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
-    assert all(each.ratio is None for each in rate_pairs(rows))
+    assert all(pair.ratio is None for pair in rate_pairs(rows))
     table = by_input_len(rows)
     assert table.cells[0][-1].count("inconclusive: the search") == len(rate_pairs(rows))
     assert lead_text(rows) == (
@@ -322,8 +320,8 @@ def test_the_terminal_table_fits_100_columns_and_says_what_matters(special: RunF
     assert "no tested rate met the SLO" in text
     assert "trials are invalid" in text
     assert str(special.path) in text
-    for each in summary_table(special):
-        assert each.answer.text() in table
+    for row in summary_table(special):
+        assert row.answer.text() in table
 
 
 def test_a_limit_that_depends_on_the_length_is_named_with_its_lengths() -> None:
@@ -402,7 +400,7 @@ def test_a_warning_counts_the_trials_that_it_does_not_list(full: RunFolder) -> N
         for trial in full.trials
     ]
     warned_run = replace(full, trials=trials)
-    (said,) = (each.text for each in gate_warnings(warned_run, summary_table(full)))
+    (said,) = (warning.text for warning in gate_warnings(warned_run, summary_table(full)))
     assert said.endswith("; also 3 other trials, 1 of them invalid): late")
     assert said.count(" at ") == 1
 
@@ -463,17 +461,17 @@ def test_csv_and_json_hold_the_rows(tmp_path: Path) -> None:
     rows = summary_table(run)
     with open(path / "tables" / "summary.csv", newline="") as file:
         read = list(csv.DictReader(file))
-    assert [line["connector"] for line in read] == [each.cell.connector for each in rows]
-    for line, each in zip(read, rows, strict=True):
-        for name, value in each.flat().items():
+    assert [line["connector"] for line in read] == [row.cell.connector for row in rows]
+    for line, row in zip(read, rows, strict=True):
+        for name, value in row.flat().items():
             assert line[name] == ("" if value is None else str(value))
     with open(path / "tables" / "trials.csv", newline="") as file:
         assert [line["trial_id"] for line in csv.DictReader(file)] == [trial.trial_id for trial in run.trials]
     data = json.loads((path / "tables" / "summary.json").read_text())
-    assert data["rows"] == [each.flat() for each in rows]
+    assert data["rows"] == [row.flat() for row in rows]
     assert data["labels"] == ["emulated"]
     assert data["slo"] == {"ttft_ms": 250, "tpot_ms": 15, "attainment": 0.95}
-    assert [c["text"] for c in data["comparisons"]] == [each.text() for each in rate_pairs(rows)]
+    assert [c["text"] for c in data["comparisons"]] == [pair.text() for pair in rate_pairs(rows)]
 
 
 def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
@@ -483,14 +481,14 @@ def test_the_markdown_report_tells_the_whole_story(tmp_path: Path) -> None:
     run = load_run(path)
     for trial in run.trials:
         assert f"| {trial.trial_id} |" in text
-    for each in (
+    for words in (
         "(emulated)",
         "## Who is ahead",
         "kvbench sweep quickstart",
         "Example CPU 9000",
         "use a quieter",
     ):
-        assert each in text
+        assert words in text
     for picture in ("max_request_rate", "latency"):
         assert f"](figures/{picture}.svg)" in text
     widths = {}

@@ -41,7 +41,7 @@ def check_rules(events: list[dict[str, Any]]) -> None:
             assert event["args"]
     for spans in threads.values():
         ends: list[int] = []
-        for event in sorted(spans, key=lambda each: (each["ts"], -each["dur"])):
+        for event in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
             while ends and ends[-1] <= event["ts"]:
                 ends.pop()
             assert not ends or event["ts"] + event["dur"] <= ends[-1], event

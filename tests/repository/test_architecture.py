@@ -83,7 +83,7 @@ MAY_NAME_ENGINES = ("engines/", "connectors/", "core/scenario/checks.py")
 def words(node: ast.expr) -> set[str]:
     """The constant texts of an expression, also those in a tuple, list or set."""
     parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
-    return {each.value for each in parts if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+    return {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
 
 
 def is_engine(node: ast.expr) -> bool:
@@ -97,7 +97,7 @@ def is_engine(node: ast.expr) -> bool:
 
 
 def is_key(nodes: list[ast.expr]) -> bool:
-    return any("engine" in words(each) for each in nodes)
+    return any("engine" in words(node) for node in nodes)
 
 
 def by_name(tree: ast.Module) -> Iterator[str]:
@@ -119,7 +119,7 @@ def by_name(tree: ast.Module) -> Iterator[str]:
             of, what = node.args[:2]
             asks = node.func.id in ("getattr", "hasattr") and bool(words(what))
             asks = asks and ast.unparse(of).endswith("options")
-            inside = {each.id for each in ast.walk(what) if isinstance(each, ast.Name)}
+            inside = {part.id for part in ast.walk(what) if isinstance(part, ast.Name)}
             asks = asks or (node.func.id == "isinstance" and bool(types & inside))
         else:
             continue
@@ -215,7 +215,7 @@ def rooms_of(package: str, graph: Graph) -> dict[str, set[str]]:
     rooms: dict[str, set[str]] = {}
     for module, imports in graph.items():
         if within(module):
-            others = {room(each) for each in imports if within(each)} - {room(module)}
+            others = {room(target) for target in imports if within(target)} - {room(module)}
             rooms.setdefault(room(module), set()).update(others)
     return rooms
 
@@ -250,11 +250,11 @@ def test_every_import_runs_downward() -> None:
     upward = []
     for module, imports in import_graph().items():
         room = module.split(".")[min(1, module.count("."))]
-        for each in imports:
-            other = each.split(".")[min(1, each.count("."))]
+        for target in imports:
+            other = target.split(".")[min(1, target.count("."))]
             beside = depth[other] == depth[room] == lowest
             if other != room and depth[other] <= depth[room] and not beside:
-                upward.append(f"{module} -> {each}")
+                upward.append(f"{module} -> {target}")
     assert upward == []
 
 
@@ -292,8 +292,8 @@ def test_the_layers_are_those_of_the_import_contract() -> None:
 
 def test_every_room_is_on_the_page_and_every_place_on_the_page_is_there() -> None:
     named = set(re.findall(r"`([\w/]+/|[\w/]+\.py)`", PAGE))
-    rooms = {each.name for each in PACKAGE.iterdir() if (each / "__init__.py").exists()}
+    rooms = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert rooms <= set(re.findall(r"`(\w+)`", PAGE))
     below = {str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if ".venv" not in path.parts}
-    missing = [name for name in named if not any(each.endswith(name.rstrip("/")) for each in below)]
+    missing = [name for name in named if not any(path.endswith(name.rstrip("/")) for path in below)]
     assert missing == []

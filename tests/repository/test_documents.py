@@ -110,7 +110,7 @@ def test_each_other_command_is_sound(page: str, command: str) -> None:
     if words[0] == "make":
         targets = [word for word in words[1:] if "=" not in word]
         makefile = (ROOT / "Makefile").read_text()
-        assert all(re.search(rf"^{re.escape(each)}:", makefile, re.MULTILINE) for each in targets)
+        assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in targets)
     for word in words[1:]:
         if word.endswith("Dockerfile") or word.startswith("constraints"):
             assert (ROOT / word).is_file(), word
@@ -126,7 +126,7 @@ def test_the_doors_stand_as_they_are(tmp_path: Path) -> None:
     assert done.returncode == 2, done.stderr
     assert "prefill-0 on p" in done.stdout
     assert re.findall("(?m)^cannot start: (.*?):", done.stdout) == [
-        f"host {each} is unreachable" for each in "pd"
+        f"host {host} is unreachable" for host in "pd"
     ]
     slurm = (tmp_path / name).read_text()
     said = re.search(r"`launcher: slurm` and `(slurm: \{.*?\})`", " ".join(README.split()))
@@ -198,7 +198,7 @@ def _strangers() -> re.Pattern[str]:
         "127.0.0.1",
     }
     urls = [rf"://(?:[^/@\s]*@)?{re.escape(host)}" for host in sorted(hosts)]
-    return re.compile("|".join(rf"{each}(?![\w-])" for each in (re.escape(str(ROOT)), *urls)))
+    return re.compile("|".join(rf"{pattern}(?![\w-])" for pattern in (re.escape(str(ROOT)), *urls)))
 
 
 def test_no_file_names_this_machine_or_its_registries() -> None:

@@ -212,7 +212,7 @@ def _wall_clock_reads(path: Path) -> list[int]:
             if node.attr in names.get(whose, ()):
                 found.append(node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
-            found += [node.lineno for each in node.names if each.name in names["time"]]
+            found += [node.lineno for name in node.names if name.name in names["time"]]
     return found
 
 
@@ -240,14 +240,14 @@ def test_a_clock_that_is_set_moves_no_figure(step_s: int, read_ns: list[int], fa
     # The kernel's stamps are of a clock that was set after its distance from the monotonic one was measured.
     fault.struck()
     sent_ns, offset_ns = 10**12, 1_700_000_000 * 10**9
-    read_ns = sorted(sent_ns + each for each in read_ns)
-    rows = [divmod(each + offset_ns + step_s * 10**9, 10**9) for each in read_ns]
+    read_ns = sorted(sent_ns + delay_ns for delay_ns in read_ns)
+    rows = [divmod(at_ns + offset_ns + step_s * 10**9, 10**9) for at_ns in read_ns]
     times = b"".join(
-        struct.pack("=qqqq", *stamp, each, sent_ns) for stamp, each in zip(rows, read_ns, strict=True)
+        struct.pack("=qqqq", *stamp, at_ns, sent_ns) for stamp, at_ns in zip(rows, read_ns, strict=True)
     )
     told, *_ = arrivals(times, sent_ns, offset_ns)
     came_ns = memoryview(told).cast("q")
-    assert all(sent_ns - SLACK_NS <= came <= each for came, each in zip(came_ns, read_ns, strict=True))
+    assert all(sent_ns - SLACK_NS <= came <= at_ns for came, at_ns in zip(came_ns, read_ns, strict=True))
     fault.told("nothing, as only the monotonic clock is measured with")
 
 
@@ -343,9 +343,9 @@ def test_what_a_server_answers_is_told_in_the_trial_s_line(
     text, run = hostile_run
     length = next(length for length, name in LENGTHS.items() if name == key)
     line = next(line for line in text.splitlines() if re.search(rf"aggregated +{length} in", line))
-    (trial,) = [each for each in run.trials if each.cell.input_len == length]
+    (trial,) = [candidate for candidate in run.trials if candidate.cell.input_len == length]
     assert trial.verdict in ("invalid", "missed")
-    (well,) = [each for each in run.trials if each.cell.input_len == max(LENGTHS)]
+    (well,) = [candidate for candidate in run.trials if candidate.cell.input_len == max(LENGTHS)]
     assert well.summary["completed"] == 10
     assert re.search(FAULTS[key].said, " ".join(text.split()))
     assert trial.verdict in line
@@ -392,7 +392,7 @@ def test_a_full_disk_is_told(tmp_path: Path, fault: Seen) -> None:
 def test_full_shared_memory_is_told_by_doctor(tmp_path: Path, fault: Seen) -> None:
     fault.struck()
     text = _in_small("/dev/shm", "64k", "doctor")
-    (line,) = [each for each in text.splitlines() if "free in /dev/shm" in each]
+    (line,) = [row for row in text.splitlines() if "free in /dev/shm" in row]
     assert "warn" in line or "⚠" in line or "!" in line
     fault.told(line)
 
@@ -486,8 +486,8 @@ def test_a_nic_between_prefill_and_decode_that_fails_in_a_trial(
     (trial,) = one.trials
     assert trial.verdict in ("invalid", "missed")
     # A pair that stands still has more than one gate against it; all of them are in the report.
-    findings = sorted(trial.findings, key=lambda each: each.gate != "kv_failures")
-    fault.told("; ".join(dict.fromkeys([*(each.message for each in findings), trial.reason])), first)
+    findings = sorted(trial.findings, key=lambda finding: finding.gate != "kv_failures")
+    fault.told("; ".join(dict.fromkeys([*(finding.message for finding in findings), trial.reason])), first)
 
 
 # A load generator without descriptors

@@ -89,8 +89,8 @@ def inside(value: Any) -> Iterator[re.Pattern[Any]]:
     elif isinstance(value, Mapping):
         yield from inside(tuple(value.values()))
     elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from inside(each)
+        for part in value:
+            yield from inside(part)
 
 
 def called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:

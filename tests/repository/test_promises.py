@@ -62,7 +62,7 @@ def test_a_recorded_folder_of_every_schema_reads_as_it_was_written(schema: int) 
     (row,) = summary_table(run)
     assert (cell.cell.connector, cell.cell.input_len, cell.cell.output_len) == ("nixl", 512, 16)
     written = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
-    assert [trial.request_rate for trial in run.trials] == [each["request_rate"] for each in written]
+    assert [trial.request_rate for trial in run.trials] == [record["request_rate"] for record in written]
     assert row.answer.text() != ""
     first = run.trials[0].trial_id
     assert len(run.requests(first)) == len(run.request_records(first)) == 120
@@ -74,8 +74,8 @@ def offered() -> dict[str, Any]:
     commands: dict[str, list[str]] = {}
     group: Any = typer.main.get_command(app.app)
     for name, command in group.commands.items():
-        for below, each in getattr(command, "commands", {"": command}).items():
-            commands[f"{name} {below}".strip()] = [word for one in each.params for word in one.opts]
+        for below, subcommand in getattr(command, "commands", {"": command}).items():
+            commands[f"{name} {below}".strip()] = [word for one in subcommand.params for word in one.opts]
     commands |= {old: commands[new] for old, new in app.RENAMED.items()}
     schema = scenario_schema(registry())
     return {
@@ -94,10 +94,10 @@ def _keys(schema: Any, whole: Any, at: str) -> list[str]:
     found = []
     for name, value in schema.get("properties", {}).items():
         found.append(f"{at}{name}")
-        for each in (value, *value.get("allOf", ()), *value.get("anyOf", ())):
+        for part in (value, *value.get("allOf", ()), *value.get("anyOf", ())):
             if at.count(".") < 2:
-                reference = each.get("$ref", "").rpartition("/")[2]
-                inside = whole["$defs"][reference] if reference else each
+                reference = part.get("$ref", "").rpartition("/")[2]
+                inside = whole["$defs"][reference] if reference else part
                 found += _keys(inside, whole, f"{at}{name}.")
     return found
 
@@ -175,7 +175,10 @@ def test_no_module_names_a_place_of_the_network_to_send_to() -> None:
 
 
 def names_of(requirements: list[str]) -> set[str]:
-    return {re.split(r"[<>=!~;\[ ]", each, maxsplit=1)[0].lower().replace("_", "-") for each in requirements}
+    return {
+        re.split(r"[<>=!~;\[ ]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+        for requirement in requirements
+    }
 
 
 def test_every_runtime_dependency_is_pinned() -> None:

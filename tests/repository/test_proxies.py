@@ -217,8 +217,8 @@ def test_a_certificate_authority_of_one_s_own_is_believed(
         ["openssl", "x509", "-hash", "-noout", "-in", cert], capture_output=True, text=True, check=True
     )
     (folder / f"{hashed.stdout.strip()}.0").write_text(Path(cert).read_text())
-    for each in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
-        monkeypatch.delenv(each, raising=False)
+    for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
+        monkeypatch.delenv(name, raising=False)
     with told(context) as url:
         with web.client() as client, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             client.get(url)
@@ -254,7 +254,7 @@ TRUSTING = "import httpx, sys; print(httpx.get(sys.argv[1], timeout=5).text)"
 
 def test_a_started_process_reaches_its_deployment_without_the_proxy(trap: Trap, tmp_path: Path) -> None:
     scenario, _ = load_scenario("quickstart", ["deployment.base_port=0"])
-    (planned,) = [each for each in plan_of(scenario).deployments if each.label == "nixl"]
+    (planned,) = [deployment for deployment in plan_of(scenario).deployments if deployment.label == "nixl"]
     made = process_specs(scenario, planned)
     assert {spec.beside for spec in made} == {("127.0.0.1", "localhost")}
     launcher = LocalLauncher("test-proxies", tmp_path / "logs", tmp_path / "specs")
@@ -268,7 +268,9 @@ def test_a_started_process_reaches_its_deployment_without_the_proxy(trap: Trap, 
 
 def test_every_host_of_a_deployment_is_excepted() -> None:
     scenario, _ = load_scenario("qwen3-30b-a3b-h200-mooncake", [])
-    (planned,) = [each for each in plan_of(scenario).deployments if each.label == "mooncake"]
+    (planned,) = [
+        deployment for deployment in plan_of(scenario).deployments if deployment.label == "mooncake"
+    ]
     made = process_specs(scenario, planned)
     hosts = {spec.host for spec in made if spec.host}
     assert len(hosts) > 1
@@ -283,14 +285,14 @@ def breaches(tree: ast.AST) -> Iterator[str]:
             names = {alias.name for alias in node.names}
             module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
             whole = {f"{module}.{name}" if module else name for name in names} | {module}
-            tops = {each.split(".")[0] for each in whole}
+            tops = {path.split(".")[0] for path in whole}
             for name in whole & {"urllib.request", "http.client"} | tops & OTHER_CLIENTS:
                 yield f"line {node.lineno}: imports {name}"
             if module == "httpx" and names & HTTPX_CALLS:
                 yield f"line {node.lineno}: takes {', '.join(sorted(names & HTTPX_CALLS))} from httpx"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr if getattr(node.func.value, "id", "") == "httpx" else ""
-            untrusting = any(ast.unparse(each) == "trust_env=False" for each in node.keywords)
+            untrusting = any(ast.unparse(keyword) == "trust_env=False" for keyword in node.keywords)
             if name in HTTPX_CALLS and not untrusting:
                 yield f"line {node.lineno}: httpx.{name} without trust_env=False"
             elif name in HTTPX_CALLS:

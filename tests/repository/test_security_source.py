@@ -68,7 +68,7 @@ def _call(node: ast.Call) -> Iterator[str]:
 
 def test_no_module_runs_or_loads_what_it_is_given() -> None:
     assert len(SOURCES) > 300
-    assert [f"{path}: {each}" for path in SOURCES for each in breaches(tree_of(path))] == []
+    assert [f"{path}: {breach}" for path in SOURCES for breach in breaches(tree_of(path))] == []
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,12 @@ NATIVE_WHEELS = {*setup_native.MOONCAKE_WHEELS.values(), setup_native.NIXL_WHEEL
 def pins() -> dict[str, str]:
     """Name → version for this Python."""
     requirements = [Requirement(line) for line in PINS]
-    wanted = [each for each in requirements if each.marker is None or each.marker.evaluate()]
-    return {canonicalize_name(each.name): str(each.specifier).removeprefix("==") for each in wanted}
+    wanted = [
+        requirement
+        for requirement in requirements
+        if requirement.marker is None or requirement.marker.evaluate()
+    ]
+    return {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in wanted}
 
 
 def declared() -> list[Requirement]:
@@ -54,7 +58,7 @@ def test_a_constraint_is_a_plain_name_and_version(line: str) -> None:
 
 
 def test_torch_and_cuda_are_in_no_constraint_and_no_dependency() -> None:
-    names = [*pins(), *(canonicalize_name(each.name) for each in declared())]
+    names = [*pins(), *(canonicalize_name(requirement.name) for requirement in declared())]
     assert not [name for name in names if name.startswith(("torch", "nvidia", "cuda"))]
 
 
@@ -434,7 +438,7 @@ def test_what_a_dockerfile_names_is_there(path: Path) -> None:
         assert (ROOT / name).is_file()
     pinned = (ROOT / "constraints.txt").read_text()
     for name in re.findall(r"--no-deps -c constraints.txt ([\w -]+?)(?: \\|$)", text, re.MULTILINE):
-        assert all(re.search(rf"^{each}==", pinned, re.MULTILINE) for each in name.split())
+        assert all(re.search(rf"^{part}==", pinned, re.MULTILINE) for part in name.split())
     assert "Not built by us" in text
     assert re.search(r"^ENTRYPOINT \[\"kvbench\"\]$", text, re.MULTILINE)
     assert (ROOT / ".dockerignore").is_file()

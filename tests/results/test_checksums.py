@@ -62,7 +62,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
 
 
 def said(folder: Path) -> list[str]:
-    return [f"{each.file}: {each.what}" for each in damages(folder)]
+    return [f"{damage.file}: {damage.what}" for damage in damages(folder)]
 
 
 def files_of(folder: Path) -> list[str]:
@@ -81,7 +81,7 @@ def test_every_byte_counts(folder: Path) -> None:
         changed = bytearray(before)
         changed[len(changed) // 2] ^= 1
         path.write_bytes(changed)
-        assert {each.file for each in damages(folder)} == {name}, name
+        assert {damage.file for damage in damages(folder)} == {name}, name
         path.write_bytes(before)
     assert said(folder) == []
 
@@ -91,7 +91,7 @@ def test_every_file_counts(folder: Path) -> None:
         before = (folder / name).read_bytes()
         (folder / name).unlink()
         found = list(damages(folder))
-        assert {each.file for each in found} == {name}, name
+        assert {damage.file for damage in found} == {name}, name
         assert "is missing" in found[0].what or "lines before line 1 are missing" in found[0].what
         (folder / name).write_bytes(before)
 
@@ -142,7 +142,7 @@ def test_lines_of_the_checksums_are_tied_to_each_other(folder: Path, place: int)
     lines = (folder / CHECKSUMS).read_bytes().splitlines(keepends=True)
     del lines[place]
     (folder / CHECKSUMS).write_bytes(b"".join(lines))
-    assert any(each.startswith((CHECKSUMS, "manifest.json")) for each in said(folder))
+    assert any(damage.startswith((CHECKSUMS, "manifest.json")) for damage in said(folder))
 
 
 def test_what_is_damaged_is_said_in_words() -> None:

@@ -69,7 +69,7 @@ def test_nothing_is_read_through_a_link(sample: Path, tmp_path: Path, name: str)
     run = load_run(folder)
     found = {"plan.json": run.plan, "trials.jsonl": run.trials, "cells.jsonl": run.cells}
     assert not found.get(name, run.scenario_text)
-    assert name == "scenario.yaml" or any(name in each and "link" in each for each in run.warnings)
+    assert name == "scenario.yaml" or any(name in warning and "link" in warning for warning in run.warnings)
 
 
 def test_a_whole_run_behind_a_link_is_gone_on_with(sample: Path, tmp_path: Path) -> None:

@@ -120,12 +120,12 @@ def test_a_running_run_can_be_read_and_is_not_taken_for_a_dead_one(tmp_path: Pat
     store.add_trial(trial())
     assert load_run(store.path).trials == [trial()]
     assert writer_is_alive(store.path)
-    assert [each.status for each in listed_runs(tmp_path)] == ["running"]
+    assert [entry.status for entry in listed_runs(tmp_path)] == ["running"]
     store.close()  # what the kernel does when the process dies
     run = load_run(store.path)
     assert run.manifest["status"] == "interrupted"
     assert "cut off" in run.warnings[0]
-    assert [each.status for each in listed_runs(tmp_path)] == ["interrupted"]
+    assert [entry.status for entry in listed_runs(tmp_path)] == ["interrupted"]
 
 
 @pytest.mark.parametrize(("error", "status", "text"), [
@@ -357,7 +357,7 @@ def test_rows_become_the_columns_that_arrow_would_make_and_need_no_pandas(tmp_pa
         "mixed": [1.5, None, 2], "whole": [1, None, 3], "text": ["a", None, "ü"], "flag": [True, None, False],
         "nothing": [None, None, None],
     }  # fmt: skip
-    rows = [dict(zip(columns, each, strict=True)) for each in zip(*columns.values(), strict=True)]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     code = (
         "import sys, pathlib; from kvbench.results.parquet import write_rows; "
         f"write_rows(pathlib.Path(sys.argv[1]), {rows!r}); print('pandas' in sys.modules)"

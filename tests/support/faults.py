@@ -235,11 +235,11 @@ _ENDS = (
 def _excerpt(words: str, match: re.Match[str], most: int = 170) -> str:
     """The sentence or so in which it is said, without what differs from machine to machine."""
     before = words[: match.start()]
-    begins = [before.rfind(each) + len(each) for each in _BEGINS if each in before]
+    begins = [before.rfind(start) + len(start) for start in _BEGINS if start in before]
     begin = max(begins, default=0)
     if match.start() - begin > most // 2:
         begin = match.start()
-    ends = [place for each in _ENDS if (place := words.find(each, match.end())) >= 0]
+    ends = [place for end in _ENDS if (place := words.find(end, match.end())) >= 0]
     text = words[begin : min([*ends, begin + most])]
     more = "…" if min([*ends, len(words)]) > begin + most else ""
     return re.sub(r"/\S+/", "…/", re.sub(r"\d+-\d+-\d+ [\d:,]+ ", "", text)) + more
@@ -328,9 +328,9 @@ class Siege:
             self.close()
         run = self.the_run()
         struck["well"] = Struck()
-        for key, each in struck.items():
-            each.result = next((cell for cell in run.cells if cell.cell.connector == key), None)
-            each.trials = [trial for trial in run.trials if trial.cell.connector == key]
+        for key, outcome in struck.items():
+            outcome.result = next((cell for cell in run.cells if cell.cell.connector == key), None)
+            outcome.trials = [trial for trial in run.trials if trial.cell.connector == key]
         return status, struck
 
     def close(self) -> None:
@@ -404,17 +404,21 @@ class Siege:
 
     def named(self, name: str) -> psutil.Process:
         """The process of that name, such as decode-0 or router: its last argument is its spec."""
-        found = [each for each in self.processes() if "".join(words_of(each)[-1:]).endswith(f"/{name}.json")]
+        found = [
+            process
+            for process in self.processes()
+            if "".join(words_of(process)[-1:]).endswith(f"/{name}.json")
+        ]
         assert found, f"there is no {name}"
         return found[0]
 
     def generator(self) -> psutil.Process:
         """The load generator that has the trial: the one with connections; another one waits for the next."""
         found = []
-        for each in self.processes():
+        for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # the one of the trial before is just ending
-                if "kvbench.processes.loadgen" in each.cmdline() and each.net_connections(kind="tcp"):
-                    found.append(each)
+                if "kvbench.processes.loadgen" in process.cmdline() and process.net_connections(kind="tcp"):
+                    found.append(process)
         assert found, "no load generator is at work"
         return found[0]
 

@@ -154,9 +154,9 @@ def add_nic(root: Path, place: str, name: str, interface: str, rail: int | None)
                 f"{port}/gid_attrs/ndevs/{index}": interface,
             },
         )
-    for kind, each in (("infiniband", name), ("net", interface)):
-        link(root / "sys/class" / kind / each, root / folder / kind / each)
-        link(root / folder / kind / each / "device", root / folder)
+    for kind, entry in (("infiniband", name), ("net", interface)):
+        link(root / "sys/class" / kind / entry, root / folder / kind / entry)
+        link(root / folder / kind / entry / "device", root / folder)
 
 
 def _virtual_interfaces(root: Path) -> None:

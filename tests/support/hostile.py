@@ -156,9 +156,9 @@ def against(steps: list[Step], **changes: Any) -> list[RequestRecord]:
         records, end, progress = await run_trial(url, **changes)
         server.close()
         assert end["reason"] == "complete"
-        settled = [each for line in progress for each in line["settled"]]
-        assert sorted(each[0] for each in settled) == list(range(len(records)))
-        assert {each[0]: each[4] for each in settled} == dict(enumerate(r.error for r in records))
+        settled = [entry for line in progress for entry in line["settled"]]
+        assert sorted(entry[0] for entry in settled) == list(range(len(records)))
+        assert {entry[0]: entry[4] for entry in settled} == dict(enumerate(r.error for r in records))
         last = progress[-1]
         assert last["sent"] == last["done"] == len(records)
         assert last["met"] == sum(record.ok for record in records)

@@ -19,7 +19,7 @@ CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 
 def whole(body: bytes, *headers: bytes, status: bytes = OK) -> list[bytes]:
-    lines = b"".join(each + b"\r\n" for each in headers)
+    lines = b"".join(header + b"\r\n" for header in headers)
     return [status + lines + b"content-length: %d\r\n\r\n" % len(body), body]
 
 

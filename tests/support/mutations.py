@@ -150,7 +150,7 @@ def _with_odd(draw: st.DrawFn, value: Any) -> Any:
         key = draw(st.sampled_from(sorted(value)))
         what = draw(st.sampled_from(["inside", "gone", "key"]))
         if what == "gone":
-            return {name: each for name, each in value.items() if name != key}
+            return {name: member for name, member in value.items() if name != key}
         if what == "key":
             return {**value, draw(st.sampled_from(["", "cell", "../x", "\0"])): 1}
         return {**value, key: _with_odd(draw, value[key])}

@@ -18,7 +18,7 @@ def lives(process: psutil.Process | int) -> bool:
 
 
 def living(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    return [each for each in processes if lives(each)]
+    return [process for process in processes if lives(process)]
 
 
 def still_living(processes: Sequence[psutil.Process], deadline_s: float = 15.0) -> list[psutil.Process]:
@@ -43,4 +43,4 @@ def words_of(process: psutil.Process) -> list[str]:
 def below(word: str = "", of: int | None = None) -> list[psutil.Process]:
     """Those below a process (this one) that live, with that word somewhere in their command line."""
     found = psutil.Process(of).children(recursive=True)
-    return [each for each in found if any(word in part for part in words_of(each)) and lives(each)]
+    return [child for child in found if any(word in part for part in words_of(child)) and lives(child)]

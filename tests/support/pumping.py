@@ -42,7 +42,7 @@ def _accepts(node: tuple[Any, Any], char: str) -> bool:
         return _in_category(value, char)
     if kind is sre.IN:
         negated = value[0][0] is sre.NEGATE
-        return any(_accepts(each, char) for each in value if each[0] is not sre.NEGATE) != negated
+        return any(_accepts(member, char) for member in value if member[0] is not sre.NEGATE) != negated
     return False
 
 

@@ -35,14 +35,14 @@ def said(kind: str, version: str) -> Mapping[str, str]:
     order = versions()
 
     def holds(ranges: str) -> bool:
-        ends = [each.partition("-")[::2] for each in ranges.split(",")]
+        ends = [part.partition("-")[::2] for part in ranges.split(",")]
         here = order.index(version)
         return any(order.index(low) <= here <= order.index(high or low) for low, high in ends)
 
     found = {}
     for name, text in table()[kind].items():
-        for each in text.split("; "):
-            what, _, ranges = each.rpartition(" ")
+        for part in text.split("; "):
+            what, _, ranges = part.rpartition(" ")
             if holds(ranges):
                 found[name] = what
     return found

@@ -29,8 +29,8 @@ def decided(live: LiveTrial, first: np.ndarray, limit_s: float, decode_s: float,
         now_s += beat_s
         upto = int(np.searchsorted(known[order], now_s, side="right"))
         told: list[Observation] = [
-            (each, (float(not late[each]),), (ttft[each] / limit_s,), None if late[each] else ttft[each])
-            for each in order[done:upto].tolist()
+            (index, (float(not late[index]),), (ttft[index] / limit_s,), None if late[index] else ttft[index])
+            for index in order[done:upto].tolist()
         ]
         done = upto
         sent = int(np.searchsorted(offsets, now_s, side="right"))

@@ -155,7 +155,7 @@ def keys(hosts: Hosts) -> None:
     """A key of the user's, one of each host, and the file of known hosts."""
     folder = hosts.folder
     lines = []
-    for name in ("id", "stranger", *(f"host-{each}" for each in hosts.names)):
+    for name in ("id", "stranger", *(f"host-{name}" for name in hosts.names)):
         run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(folder / name)])
     shutil.copy(folder / "id.pub", folder / "authorized_keys")
     for name in hosts.names:

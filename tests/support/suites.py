@@ -48,13 +48,13 @@ class CodeSearch:
 
     def starts_processes(self, functions: Iterable[Any]) -> bool:
         """Return whether one of the functions, or a helper of the tests that they call, starts a process."""
-        return any(self._reaches(each) for function in functions for each in _functions_in(function))
+        return any(self._reaches(part) for function in functions for part in _functions_in(function))
 
     def _reaches(self, function: FunctionType) -> bool:
         code = function.__code__
         if code not in self._known:
             self._known[code] = False  # ends a recursion
-            names = {name for each in _nested(code) for name in each.co_names}
+            names = {name for block in _nested(code) for name in block.co_names}
             values = list(_values(function, names))
             self._known[code] = _names_a_starter(names, values) or self.starts_processes(
                 member for value in values for member in _members(value, names)
@@ -128,7 +128,7 @@ def mark(items: Iterable[pytest.Item]) -> None:
     search = CodeSearch()
     for item in items:
         fixtures = getattr(item, "_fixtureinfo").name2fixturedefs.values()  # noqa: B009 - it has no public name
-        functions = [item.function, item.cls, *(each.func for several in fixtures for each in several)]  # type: ignore[attr-defined]
+        functions = [item.function, item.cls, *(fixture.func for several in fixtures for fixture in several)]  # type: ignore[attr-defined]
         if search.starts_processes(functions):
             item.add_marker("real")
 

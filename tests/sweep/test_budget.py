@@ -194,7 +194,7 @@ class Raced:
 
 def of_cell(run: RunFolder, connector: str) -> tuple[CellResult, float]:
     """The cell's result, and the seconds of its trials."""
-    (result,) = (each for each in run.cells if each.cell.connector == connector)
+    (result,) = (cell for cell in run.cells if cell.cell.connector == connector)
     mine = (trial.duration_s for trial in run.all_trials if trial.cell == result.cell)
     return result, math.fsum(mine)
 
@@ -228,7 +228,7 @@ def test_time_that_is_left_is_spent_on_a_comparison_that_is_open(tmp_path: Path)
     run = race.run(tmp_path)
     second, _ = of_cell(run, "tcp")
     assert not [note for note in race.notes.said if "is requested" in note]
-    (note,) = (each for each in race.notes.said if "further trials" in each)
+    (note,) = (text for text in race.notes.said if "further trials" in text)
     assert "tcp" in race.notes.said[race.notes.said.index(note) :]
     assert second.answer is not None
     assert second.answer["status"] == "converged"
@@ -238,7 +238,7 @@ def test_time_that_is_left_is_spent_on_a_comparison_that_is_open(tmp_path: Path)
 
 def test_a_cell_that_is_clear_of_all_others_ends_at_twice_the_precision(tmp_path: Path) -> None:
     run = Raced(system(Service()), system(Service("exponential", 1.0), 0.02), 900.0).run(tmp_path)
-    slow, fast = (of_cell(run, each)[0] for each in ("aggregated", "tcp"))
+    slow, fast = (of_cell(run, connector)[0] for connector in ("aggregated", "tcp"))
     assert width(slow) <= 0.05 < width(fast) <= 0.1
     assert fast.reason.endswith("its comparison is decided")
     assert within_budget(run, 900)
@@ -260,11 +260,11 @@ def test_an_interrupted_sweep_goes_on_with_the_time_that_is_left(
     assert len(broken.all_trials) == until < len(expected.all_trials)
     found = race.resumed(broken)
     tried, wanted = (
-        np.array([(each.request_rate, each.duration_s) for each in run.all_trials])
+        np.array([(trial.request_rate, trial.duration_s) for trial in run.all_trials])
         for run in (found, expected)
     )
     assert tried == pytest.approx(wanted)
-    assert [each.reason for each in found.cells] == [each.reason for each in expected.cells]
+    assert [cell.reason for cell in found.cells] == [cell.reason for cell in expected.cells]
     assert within_budget(found, 200)
 
 
@@ -280,4 +280,4 @@ def test_a_sweep_keeps_to_its_budget_and_can_be_verified(tmp_path: Path) -> None
     run = load_run(path)
     assert len(run.cells) == 2
     assert spent_s(run) <= 70
-    assert [str(each) for each in audit(path).damages] == []
+    assert [str(damage) for damage in audit(path).damages] == []

@@ -56,16 +56,16 @@ def test_every_trial_has_canaries_and_they_are_right(measured: tuple[str, RunFol
     for trial in run.trials:
         tally = Tally.of_trial(trial)
         assert (tally.wrong, tally.noisy, tally.own) == (0, 0, 0)
-        kept = [each for each in run.request_records(trial.trial_id) if each.canary is not None]
-        assert tally.checked == len([each for each in kept if each.ok]) >= 8
-        assert all(each.text for each in kept if each.ok)
-        assert len({each.canary for each in kept}) == len(kept)
+        kept = [record for record in run.request_records(trial.trial_id) if record.canary is not None]
+        assert tally.checked == len([record for record in kept if record.ok]) >= 8
+        assert all(record.text for record in kept if record.ok)
+        assert len({record.canary for record in kept}) == len(kept)
     for result in run.cells:
         tally = Tally.from_json(result.canaries)
         assert 1 <= tally.at_end <= AT_END
         assert tally.checked > tally.at_end
     total = run_tally(run)
-    assert total.checked == sum(Tally.from_json(each.canaries).checked for each in run.cells)
+    assert total.checked == sum(Tally.from_json(cell.canaries).checked for cell in run.cells)
     assert f"answers under load: 0 of {total.checked} wrong: at most" in text
     result = re.search("Successful requests|refused: ", text)
     assert text.index("answers under load") < result.start()
@@ -88,7 +88,7 @@ def test_answers_of_an_interrupted_session_do_not_count(
     folder = without_checksums(copied(measured[1].path, tmp_path))
     path, trial = folder / CANARIES, measured[1].trials[0].trial_id
     lines = path.read_text().splitlines()
-    at_end = next(each for each in lines if '-end"' in each and '"asked"' in each)
+    at_end = next(line for line in lines if '-end"' in line and '"asked"' in line)
     row = {**json.loads(at_end), "trial_id": trial}
     # It ended after it had stored answers of a trial and of a cell; the repeated trial needed none.
     again = [json.dumps(row), json.dumps({**row, "asked": []}), at_end]
@@ -99,10 +99,12 @@ def test_answers_of_an_interrupted_session_do_not_count(
 def test_an_edited_answer_is_found_without_checksums(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
     folder = without_checksums(copied(measured[1].path, tmp_path))
     used = next(
-        each.canary for each in measured[1].request_records(measured[1].trials[-1].trial_id) if each.canary
+        record.canary
+        for record in measured[1].request_records(measured[1].trials[-1].trial_id)
+        if record.canary
     )
     edit_rows(folder / CANARIES, lambda row: "texts" in row and row["texts"].__setitem__(used, "x"))
-    assert any("canaries" in str(each) or "findings" in str(each) for each in audit(folder).damages)
+    assert any("canaries" in str(damage) or "findings" in str(damage) for damage in audit(folder).damages)
 
 
 def test_a_run_without_canaries_reads_and_says_so(measured: tuple[str, RunFolder], tmp_path: Path) -> None:
@@ -177,10 +179,10 @@ class Server:
     def complete_all(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool
     ) -> list[Completion]:
-        self.seen += [tuple(each) for each in prompts]
+        self.seen += [tuple(prompt) for prompt in prompts]
         return [
-            Completion(" ".join(f"w{sum(each) * place % 997}" for place in range(max_tokens)))
-            for each in prompts
+            Completion(" ".join(f"w{sum(prompt) * place % 997}" for place in range(max_tokens)))
+            for prompt in prompts
         ]
 
 
@@ -207,11 +209,11 @@ def test_no_prompt_is_asked_twice_before_the_caches_are_emptied() -> None:
     for number in range(1, 30):
         places = supply.places(*offered(number))
         before = server.resets
-        sent = [tuple(supply.judged_by.prompt(each)) for each in places.at.values()]
+        sent = [tuple(supply.judged_by.prompt(canary)) for canary in places.at.values()]
         assert sent
         assert not set(sent) & set(server.seen), before
         server.seen += sent
-        supply._fresh = [each for each in supply._fresh if each not in places.at.values()]
+        supply._fresh = [canary for canary in supply._fresh if canary not in places.at.values()]
         supply.ask("after_trial", "trial")
         assert len(set(server.seen)) == len(server.seen)
     assert server.resets > 5
@@ -225,7 +227,7 @@ def test_where_kv_is_held_there_are_fewer_and_none_twice() -> None:
     for number in range(1, 12):
         at = supply.places(*offered(number)).at
         asked += at.values()
-        supply._fresh = [each for each in supply._fresh if each not in at.values()]
+        supply._fresh = [canary for canary in supply._fresh if canary not in at.values()]
     assert len(asked) == len(set(asked))
 
 
@@ -306,7 +308,7 @@ def test_an_idle_answer_that_is_another_canarys_is_wrong_and_no_noise() -> None:
     (number, owners, text), *_ = pool.crossed
     assert text == pool.right(*owners) != pool.right(number)
     result = judge_canaries(pool, [])
-    assert {each.kind for each in result.wrong} == {"another_prompt"}
+    assert {answer.kind for answer in result.wrong} == {"another_prompt"}
     assert len(result.wrong) == len(pool.crossed) == result.checked
     assert "sent before the load" in result.wrong[0].text()
     assert not idle_answers(SlowServer(), scored=True).crossed
@@ -354,12 +356,12 @@ def test_arrivals_and_lengths_are_the_same_with_and_without() -> None:
     spec = spec_for("http://127.0.0.1:1", num_requests=200, canaries=at)
     watched = planned_requests(spec)
     plant_canaries(spec, watched)
-    assert [(each.offset_s, each.input_len, each.output_len) for each in plain] == [
-        (each.offset_s, each.input_len, each.output_len) for each in watched
+    assert [(request.offset_s, request.input_len, request.output_len) for request in plain] == [
+        (request.offset_s, request.input_len, request.output_len) for request in watched
     ]
     assert sum(a.prompt != b.prompt for a, b in zip(plain, watched, strict=True)) == 40
-    sizes = [json.loads(each.prompt) for each in watched]
-    assert {len(each) for each in sizes} == {spec.input_len}
+    sizes = [json.loads(request.prompt) for request in watched]
+    assert {len(size) for size in sizes} == {spec.input_len}
 
 
 def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
@@ -401,9 +403,9 @@ def test_a_trace_keeps_its_lengths_and_canaries_share_no_prompt() -> None:
     ]
     assert {len(pool.prompt(n)) for n in range(len(pool))} <= set(range(40, 47))
     supply = CanarySupply(scenario, server, pool)
-    found = supply.places(Offered(np.array([each.offset_s for each in trace]), trace), 1)
+    found = supply.places(Offered(np.array([request.offset_s for request in trace]), trace), 1)
     assert set(found.at) == set(pool.places)
-    short = supply.places(Offered(np.array([each.offset_s for each in trace[:100]]), trace[:100]), 1)
+    short = supply.places(Offered(np.array([request.offset_s for request in trace[:100]]), trace[:100]), 1)
     assert set(short.at) == {place for place in pool.places if place < 100}
     assert max(pool.places) > 330
     assert sum(place <= 2 * scenario.search.min_requests for place in pool.places) >= 10

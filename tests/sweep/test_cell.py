@@ -84,7 +84,7 @@ def test_a_refused_rate_teaches_nothing(tmp_path: Path) -> None:
     with store:
         searching_sweep(scenario, plan, store, Silent(), WrongAfterTcp(scenario, store)).run()
     run = load_run(store.path)
-    assert {each.cell.connector: each.status for each in run.cells}["tcp"] == "refused"
-    first = next(each for each in run.trials if each.cell.connector == "nixl")
+    assert {cell.cell.connector: cell.status for cell in run.cells}["tcp"] == "refused"
+    first = next(trial for trial in run.trials if trial.cell.connector == "nixl")
     assert first.purpose == "ceiling"
-    assert not any(each.cell.connector == "tcp" for each in run.all_trials if each.method == "equal_rate")
+    assert not any(trial.cell.connector == "tcp" for trial in run.all_trials if trial.method == "equal_rate")

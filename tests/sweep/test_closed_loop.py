@@ -24,10 +24,14 @@ def test_a_slot_lets_the_next_request_in_and_waits_after_a_failure() -> None:
     requests = plan(5)
     loop = ClosedLoop(requests, 2, duration_s=3.0)
     never = float("inf")
-    assert [each.offset_s for each in requests] == [0.0, 0.0, never, never, never]
+    assert [request.offset_s for request in requests] == [0.0, 0.0, never, never, never]
     loop.freed(1.0, failed=True)
     loop.freed(1.05, failed=False)
-    assert [each.offset_s for each in requests[2:]] == [1.0 + AFTER_FAILURE_S, 1.0 + AFTER_FAILURE_S, never]
+    assert [request.offset_s for request in requests[2:]] == [
+        1.0 + AFTER_FAILURE_S,
+        1.0 + AFTER_FAILURE_S,
+        never,
+    ]
     loop.freed(2.0, failed=False)
     loop.freed(2.1, failed=False)
     assert requests[4].offset_s == 2.0
@@ -54,7 +58,7 @@ def test_so_many_are_under_way_and_no_rate_is_named(tmp_path: Path, workers: int
     assert (trial.method, trial.request_rate, trial.engine["concurrency"]) == ("closed_loop", 0.0, 3), (
         done.text
     )
-    assert trial.verdict == "measured" or "emulator_behind" in {each.gate for each in trial.findings}
+    assert trial.verdict == "measured" or "emulator_behind" in {finding.gate for finding in trial.findings}
     assert (len(rows), set(rows["error"])) == (40, {""})
     starts, ends = rows["sent_s"].to_numpy(), rows["last_token_s"].to_numpy()
     under_way = [((starts <= moment) & (ends > moment)).sum() for moment in starts]

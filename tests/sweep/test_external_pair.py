@@ -65,7 +65,7 @@ def test_with_both_sides_counters_it_is_proven_that_both_worked(pair: dict[str, 
 def test_without_those_of_p_it_is_said_to_be_unproven(pair: dict[str, str], tmp_path: Path) -> None:
     _, folder = measured(pair, tmp_path, 12, "decode")
     (trial,) = load_run(folder).trials
-    (finding,) = [each for each in trial.findings if each.gate == "work_unproven"]
+    (finding,) = [candidate for candidate in trial.findings if candidate.gate == "work_unproven"]
     assert finding.level == "warning"
     assert finding.message == "not proven that P and D both worked: no token counters of P"
 

@@ -139,7 +139,7 @@ def test_a_server_is_measured_by_chats_of_the_length_asked_for(tmp_path: Path, r
     assert rows["text_bytes"].gt(6 * len(" t1")).all(), "reasoning is text, too"
     assert f"tiny at {engine.url}" in done.out, "model and URL stand in the header"
     assert "starting" not in done.out
-    assert not [each for each in run.all_trials[0].findings if each.gate == "wrong_prompt_length"]
+    assert not [finding for finding in run.all_trials[0].findings if finding.gate == "wrong_prompt_length"]
 
 
 @pytest.mark.parametrize("mode", ["router", "direct"])
@@ -151,7 +151,7 @@ def test_pairs_are_measured_by_chats_as_by_completions(tmp_path: Path, mode: str
     run, rows = requests_of(tmp_path)
     assert set(rows["error"]) <= {"", "cancelled"}, done.text
     assert (rows[rows["error"] == ""]["prompt_tokens"] == 64).all()
-    (cell,) = [each for each in run.cells if each.cell.connector == "tcp"]
+    (cell,) = [result for result in run.cells if result.cell.connector == "tcp"]
     assert cell.status == "done", done.text
 
 
@@ -219,9 +219,9 @@ def test_the_idle_latency_is_that_of_streamed_requests(tmp_path: Path) -> None:
         )
     run = the_run(tmp_path)
     assert run.outputs[0]["latency_s"] >= 0.3, done.text
-    alone = [each for each in server.bodies if each.get("stream")][:ALONE_REQUESTS]
-    assert {(each["max_tokens"], len(each["prompt"])) for each in alone} == {(3, 64)}
-    assert len({tuple(each["prompt"]) for each in alone}) == len(alone), "no prefix cache answers for it"
+    alone = [body for body in server.bodies if body.get("stream")][:ALONE_REQUESTS]
+    assert {(body["max_tokens"], len(body["prompt"])) for body in alone} == {(3, 64)}
+    assert len({tuple(body["prompt"]) for body in alone}) == len(alone), "no prefix cache answers for it"
 
 
 def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path
             env={"DOOR_KEY": SECRET},
         )
     assert server.bodies, done.text
-    assert {each.get("x-tenant") for each in server.headers} == {"blue"}
-    assert {each.get("x-api-key") for each in server.headers} == {SECRET}
+    assert {header.get("x-tenant") for header in server.headers} == {"blue"}
+    assert {header.get("x-api-key") for header in server.headers} == {SECRET}
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 

@@ -55,14 +55,14 @@ def test_honest_trials_are_not_refused(connector: str, tmp_path: Path) -> None:
 def test_honest_trials_on_random_systems_raise_no_alarm() -> None:
     """The bench has 200 of them."""
     trials = list(honest_trials(16))
-    assert {each.verdict for each in trials} >= {"met", "missed"}
-    for each in trials:
-        assert not each.alarms, (each.system.name, each.load, each.alarms)
+    assert {trial.verdict for trial in trials} >= {"met", "missed"}
+    for trial in trials:
+        assert not trial.alarms, (trial.system.name, trial.load, trial.alarms)
 
 
 def test_every_lie_is_in_the_bench_and_has_a_gate() -> None:
     assert {case.lie for case in CASES} >= set(LIES)
-    names = {each.name for each in gate_table()}
+    names = {gate.name for gate in gate_table()}
     several = {"hidden_retries", "lost_requests"}  # what requests_lost_or_repeated says
     assert {case.gate for case in CASES} <= names | several
 

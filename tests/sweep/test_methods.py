@@ -67,7 +67,7 @@ def test_burst_stands_beside_sustained_and_never_in_its_column(tmp_path: Path) -
     assert trial.summary["planned"] == 100  # 5 × 20 requests
     offsets = run.requests(trial.trial_id).scheduled_s
     assert offsets.max() == pytest.approx(5.0)  # stretched as `vllm bench serve` does
-    assert [each["kind"] for each in trial.summary["criteria"]][-2:] == ["mean", "mean"]
+    assert [criterion["kind"] for criterion in trial.summary["criteria"]][-2:] == ["mean", "mean"]
     (row,) = rows(run, "burst")
     held, fitted = float(row["sustained_request_rate"]), float(row["burst_request_rate"])
     assert (fitted, float(row["ratio"])) == (20, pytest.approx(fitted / held))
@@ -121,10 +121,10 @@ def test_tiers_are_answered_from_the_same_trials(tmp_path: Path) -> None:
 
 def test_listed_limits_take_the_place_of_the_scenarios(tmp_path: Path) -> None:
     limits = ("--slo", "ttft_ms p90 <= 20000", "--slo", "tpot mean <= 5000")
-    bare = tuple(each for each in QUICK if not each.startswith("slo."))
+    bare = tuple(setting for setting in QUICK if not setting.startswith("slo."))
     done, run = simulated(tmp_path, "--connector", "aggregated", *limits, sets=bare)
     assert "TTFT P90 ≤ 20000 ms; TPOT mean ≤ 5000 ms" in done.text
-    texts = [each["text"] for each in run.trials[-1].summary["criteria"]]
+    texts = [criterion["text"] for criterion in run.trials[-1].summary["criteria"]]
     assert texts == ["TTFT P90 ≤ 20000 ms", "TPOT mean ≤ 5000 ms"]
     assert 10 < run.cells[0].answer["max_request_rate"] <= 20
 

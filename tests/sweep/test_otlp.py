@@ -38,14 +38,16 @@ def collector() -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
                 body = gzip.decompress(body)
             request = ExportMetricsServiceRequest.FromString(body)
             for resource in request.resource_metrics:
-                about = {each.key: each.value.string_value for each in resource.resource.attributes}
+                about = {
+                    attribute.key: attribute.value.string_value for attribute in resource.resource.attributes
+                }
                 seen["about"] = about
-                for metric in (each for scope in resource.scope_metrics for each in scope.metrics):
+                for metric in (entry for scope in resource.scope_metrics for entry in scope.metrics):
                     points = [*metric.gauge.data_points, *metric.sum.data_points]
                     for point in points:
                         words = sorted(
-                            f"{each.key}={each.value.string_value or each.value.int_value}"
-                            for each in point.attributes
+                            f"{attribute.key}={attribute.value.string_value or attribute.value.int_value}"
+                            for attribute in point.attributes
                         )
                         value = point.as_double or point.as_int
                         seen.setdefault(metric.name, {})[" ".join(words)] = value

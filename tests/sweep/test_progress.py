@@ -229,7 +229,7 @@ def test_an_undecided_trial_says_why_and_as_how_many_its_requests_count() -> Non
     assert why(record) == "the client was late"
 
 
-def test_a_flood_says_what_it_is_and_what_came_out(quickstart: Path) -> None:
+def test_a_saturation_says_what_it_is_and_what_came_out(quickstart: Path) -> None:
     record = trial("measured", purpose="ceiling")
     record.summary |= {"completion_rate": 65.99, "completion_steady": True}
     assert why(record) == "saturation probe: about 66 req/s served"

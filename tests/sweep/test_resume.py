@@ -90,7 +90,7 @@ def test_from_every_cut_the_answer_is_that_of_an_unbroken_run(tmp_path: Path, ki
         assert (run.warnings, run.manifest["status"]) == ([], "complete")
         assert trials_of(run) == trials_of(expected), lines
         assert run.cells == expected.cells, lines
-        key = lambda each: (each.cell.key, each.method, each.tier)  # noqa: E731
+        key = lambda result: (result.cell.key, result.method, result.tier)  # noqa: E731
         assert sorted(run.other_cells, key=key) == sorted(expected.other_cells, key=key), lines
         assert [session["why"] for session in run.manifest["sessions"]] == ["cut off", "complete"]
     assert len(sweep.tape) == tried, "a trial was asked for that the unbroken run had not"
@@ -102,7 +102,7 @@ def test_what_is_finished_stays_when_its_library_is_gone(tmp_path: Path) -> None
     last = len(write_order(whole)) - 1
     sweep.missing = load_run(whole).cells[-1].cell.connector
     run = sweep.gone_on(cut_off(whole, tmp_path / "cut" / whole.name, last, torn=True))
-    assert [each.status for each in run.cells] == ["done", "done", "done", "skipped"]
+    assert [cell.status for cell in run.cells] == ["done", "done", "done", "skipped"]
     assert run.cells[:3] == load_run(whole).cells[:3]
     assert audit(run.path).damages == []
 
@@ -177,7 +177,7 @@ def test_a_second_process_leaves_the_first_one_s_temporary_files(
 def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path, tmp_path: Path) -> None:
     folder = without_checksums(copied(broken, tmp_path))
     numpy = {"numpy": "0.0.1"}
-    edit_json(folder / "environment.json", lambda each: each["libraries"].update(numpy), hostname="elsewhere")
+    edit_json(folder / "environment.json", lambda data: data["libraries"].update(numpy), hostname="elsewhere")
     with pytest.raises(StoreError, match=r"hostname: elsewhere then, .*\n  numpy: 0\.0\.1 then") as refused:
         resume.resume(folder)
     assert "--force" in refused.value.hint
@@ -185,7 +185,7 @@ def test_other_conditions_are_refused_unless_forced_and_then_marked(broken: Path
     assert ELSEWHERE in run.labels
     assert run.manifest["sessions"][-1]["differs"][0].startswith("hostname: elsewhere then")
     assert ELSEWHERE in run.all_trials[-1].labels
-    (note,) = [each for each in notes(run, summary_table(run)) if ELSEWHERE in each.text]
+    (note,) = [candidate for candidate in notes(run, summary_table(run)) if ELSEWHERE in candidate.text]
     assert note.text.startswith(
         f"{ELSEWHERE}: session 2 of 2 ran under other conditions: hostname: elsewhere"
     )
@@ -217,7 +217,7 @@ def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path
         ]
         (folder / "outputs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         run = load_run(folder)
-        return [each.text for each in notes(run, summary_table(run)) if "greedy outputs" in each.text]
+        return [note.text for note in notes(run, summary_table(run)) if "greedy outputs" in note.text]
 
     assert told("a b", "a b") == []
     (said,) = told("a b", "a c")
@@ -285,20 +285,20 @@ def test_the_equal_rate_stays_equal_if_a_slower_cell_fails_first(tmp_path: Path)
         return load_run(store.path)
 
     whole = run(create_store(tmp_path / "whole", scenario, source, plan, "simulate", {}), "")
-    rates = {each.cell.connector: each.answer["max_request_rate"] for each in whole.cells if each.answer}
+    rates = {cell.cell.connector: cell.answer["max_request_rate"] for cell in whole.cells if cell.answer}
     slowest = min(rates, key=lambda connector: rates[connector])
     first = run(create_store(tmp_path / "failed", scenario, source, plan, "simulate", {}), slowest)
-    assert {each.cell.connector for each in first.equal_rate_trials} == {*rates} - {slowest}
+    assert {trial.cell.connector for trial in first.equal_rate_trials} == {*rates} - {slowest}
     store = RunStore.reopen(first.path)
     resume.take_over(store, scenario, None)
     again = run(store, "")
     shown, rows = again.equal_rate_trials, load_rows(again, errors=False)
     assert (len(again.other_trials), len(shown), len(rows)) == (5, 3, 3)
-    assert len({(each.request_rate, each.seed) for each in shown}) == 1
+    assert len({(trial.request_rate, trial.seed) for trial in shown}) == 1
     assert shown[0].request_rate < first.equal_rate_trials[0].request_rate
-    (table,) = (each for each in method_tables(again) if each.name == "equal_rate")
+    (table,) = (candidate for candidate in method_tables(again) if candidate.name == "equal_rate")
     assert {row["request_rate"] for row in table.rows} == {shown[0].request_rate}
-    assert [str(each) for each in audit(again.path).damages] == []
+    assert [str(damage) for damage in audit(again.path).damages] == []
     store = RunStore.reopen(first.path)
     resume.take_over(store, scenario, None)
     assert len(run(store, "").other_trials) == 5
@@ -315,10 +315,10 @@ def test_a_deployment_that_dies_after_its_searches_is_reported_and_resumed(tmp_p
     run = load_run(store.path)
     (note,) = warnings(run, [], [])
     assert note.text == "aggregated was not measured at an equal rate: decode-0 has ended"
-    assert [each.cell.connector for each in run.equal_rate_trials] == ["tcp"]
+    assert [trial.cell.connector for trial in run.equal_rate_trials] == ["tcp"]
     assert not resume.is_complete(run)
     again = load_run(resume.resume(store.path))
-    assert {each.cell.connector for each in again.equal_rate_trials} == {"aggregated", "tcp"}
+    assert {trial.cell.connector for trial in again.equal_rate_trials} == {"aggregated", "tcp"}
     assert resume.is_complete(again)
     assert warnings(again, [], []) == []
 

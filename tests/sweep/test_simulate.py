@@ -94,15 +94,15 @@ def test_an_answer_has_what_its_requests_say_by_themselves(pair: tuple[Finished,
         told = (result.answer or {})["replay"]
         assert told["lower"] <= told["rate"] <= told["upper"]
         assert told["models"]
-        trials = [each for each in run.trials_of(result.cell) if each.purpose != "ceiling"]
-        assert 0.5 * told["seconds"] <= sum(each.duration_s for each in trials) <= 2 * told["seconds"]
+        trials = [trial for trial in run.trials_of(result.cell) if trial.purpose != "ceiling"]
+        assert 0.5 * told["seconds"] <= sum(trial.duration_s for trial in trials) <= 2 * told["seconds"]
     assert requests_to_replay(run.path, replace(run.trials[0], trial_id="nowhere"), 1.0) is None
 
 
 def test_arrivals_are_those_of_a_measured_trial(pair: tuple[Finished, RunFolder]) -> None:
     _, run = pair
     # A ceiling probe's are its own.
-    measured = (each for each in run.trials if each.purpose != "ceiling")
+    measured = (candidate for candidate in run.trials if candidate.purpose != "ceiling")
     trial = next(trial for trial in measured if trial.cell.connector == "nixl")
     number = int(trial.trial_id.rsplit("-", 1)[1])
     assert trial.seed == trial_seed(1, trial.cell.lengths_key, number)
@@ -281,9 +281,9 @@ def test_trials_have_enough_requests_for_the_strictest_of_several_limits(tmp_pat
     slo = ("--slo", "ttft_ms p50 <= 100", "--slo", "ttft_ms p99.9 <= 400")
     words = ("quickstart", "--connector", "nixl", "--input-len", "256", "--output", str(tmp_path), *slo)
     invoke("simulate", *words, sets=("search.max_trial_s=null",)).succeeded()
-    searched = [each for each in the_run(tmp_path).trials if each.purpose != "ceiling"]
+    searched = [trial for trial in the_run(tmp_path).trials if trial.purpose != "ceiling"]
     assert searched
-    assert all(each.verdict != "invalid" for each in searched)
+    assert all(trial.verdict != "invalid" for trial in searched)
 
 
 # -- splits --------------------------------------------------------------------------------------------
@@ -307,15 +307,15 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
     words = ("--gpus", "3", "--connector", "nixl", "--connector", "aggregated", "--json")
     done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets).succeeded()
     told = json.loads(done.out)
-    splits = {each["split"]: each for each in told["splits"]}
+    splits = {row["split"]: row for row in told["splits"]}
     assert set(splits) == {"1P2D", "2P1D", "3 servers"}
-    assert [name for name, each in splits.items() if each["best"]] == ["2P1D"]
+    assert [name for name, split in splits.items() if split["best"]] == ["2P1D"]
     assert splits["2P1D"]["max_request_rate"] > 1.5 * splits["1P2D"]["max_request_rate"]
     assert splits["1P2D"]["limit"] == "prefill"
-    for each in splits.values():
-        assert each["gpus"] == 3
-        assert each["goodput_per_gpu"] <= each["max_request_rate"] / 3
-        assert np.isfinite(each["ttft_ms_p50"])
+    for split in splits.values():
+        assert split["gpus"] == 3
+        assert split["goodput_per_gpu"] <= split["max_request_rate"] / 3
+        assert np.isfinite(split["ttft_ms_p50"])
     run = the_run(tmp_path)
     text = (run.path / "splits.md").read_text()
     assert "2P1D ← best" in text
@@ -356,7 +356,7 @@ def test_measured_trials_are_met_again_on_virtual_time(connector: str, ttft_marg
         run.plan, run.environment, "aggregated", EmulatedOptions
     ).engines  # as many as were measured
     chosen = scenario("quickstart", f"deployment.aggregated={whole}")
-    planned = next(each for each in plan_of(chosen).deployments if each.label == connector)
+    planned = next(deployment for deployment in plan_of(chosen).deployments if deployment.label == connector)
     profile = profile_of(chosen, planned.connector, planned.label)
     around = surroundings(chosen, connector, profile.transfer_backend, run)
     system = system_of(chosen, SimulatedDeployment(planned, profile, around))

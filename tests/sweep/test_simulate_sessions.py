@@ -28,10 +28,12 @@ def test_a_rate_of_sessions_is_searched_and_told(tmp_path: Path) -> None:
     run = the_run(tmp_path)
     assert run.manifest["status"] == "complete"
     assert "sessions/s" in done.text
-    figures = [each.engine["sessions"] for each in run.trials]
-    for each in figures:
-        assert 0.0 < each["achieved_reuse"] <= each["offered_reuse_in_pool"] <= each["offered_reuse"] < 1.0
-        assert each["requests_each"] > 1.0
+    figures = [trial.engine["sessions"] for trial in run.trials]
+    for figure in figures:
+        assert (
+            0.0 < figure["achieved_reuse"] <= figure["offered_reuse_in_pool"] <= figure["offered_reuse"] < 1.0
+        )
+        assert figure["requests_each"] > 1.0
     report = (run.path / "report.md").read_text()
     for words_ in ("sessions/s", "open loop", "first TTFT", "later TTFT", "offered"):
         assert words_ in report
@@ -50,7 +52,7 @@ def require_drawn(run: RunFolder) -> None:
     figure = sessions_figure(run)
     by_turn, reuse = figure.axes
     best = next(row for row in summary_table(run))
-    found = next(each for each in run.trials if each.trial_id == best.trial_id).engine["sessions"]
+    found = next(trial for trial in run.trials if trial.trial_id == best.trial_id).engine["sessions"]
     (line,) = by_turn.lines
     known = {turn + 1: median for turn, count, median in found["ttft_ms_by_turn"] if count >= LEAST}
     drawn = zip(line.get_xdata(), line.get_ydata(), strict=True)  # type: ignore[arg-type]

@@ -86,14 +86,14 @@ def test_what_was_measured_goes_to_the_search() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["measured", "invalid"])
-def test_what_a_refused_flood_passed_on_is_no_ceiling(verdict: VerdictKind) -> None:
+def test_what_a_refused_saturation_passed_on_is_no_ceiling(verdict: VerdictKind) -> None:
     """The router was late: what came out then bounds nothing, though the search may begin there."""
     search = RateSearch(limits(), ceiling=True)
     one = Tiered({"": search})
     ask = one.ask()
     assert ask is not None
     one.tell(record(ask, verdict, completion_rate=39.3, completion_steady=True))
-    assert one.ask() == Probe(35.37, "start", thorough=True)
+    assert one.ask() == Probe(35.37, "start", full_length=True)
     root = search.estimate()
     assert (root is not None and root.upper < 50) == (verdict == "measured")
 

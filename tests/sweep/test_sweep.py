@@ -186,7 +186,9 @@ def test_a_server_killed_in_a_trial_fails_its_cell_and_no_other(tmp_path: Path) 
         run = the_run(tmp_path)
         wait_until(lambda: len(the_run(tmp_path).trials) > 0)
         engine, _ = [
-            each for each in tagged_processes(run) if "kvbench.processes.emulator" in " ".join(each.cmdline())
+            process
+            for process in tagged_processes(run)
+            if "kvbench.processes.emulator" in " ".join(process.cmdline())
         ]
         engine.kill()
         done = running.finish()

@@ -37,8 +37,8 @@ def test_a_trial_of_sessions_tells_offered_and_achieved_reuse(connector: str, tm
     assert found["session_rate"] * found["requests_each"] == pytest.approx(12)
     assert 0.0 < found["achieved_reuse"] <= found["offered_reuse_in_pool"] <= found["offered_reuse"] < 1.0
     requests = run.request_records(trial.trial_id)
-    assert {each.error for each in requests} == {""}
-    assert {each.turn for each in requests} >= {0, 1, 2}
+    assert {request.error for request in requests} == {""}
+    assert {request.turn for request in requests} >= {0, 1, 2}
     gates = {finding.gate for finding in trial.findings if finding.level == "invalid"}
     assert gates <= {"emulator_behind", "client_limited", "host_starved"}, "it is the machine's at most"
     if trial.verdict != "invalid":
@@ -50,7 +50,7 @@ def test_a_trial_of_sessions_tells_offered_and_achieved_reuse(connector: str, tm
 
 def test_a_server_by_its_url_is_sent_sessions(tmp_path: Path) -> None:
     sets = (
-        *(each for each in SETS if "deployment" not in each),
+        *(setting for setting in SETS if "deployment" not in setting),
         "workload.sessions.source=shape",
         "model.vocab_size=8192",
     )

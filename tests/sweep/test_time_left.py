@@ -69,7 +69,7 @@ def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, t
         for left_s in mine:
             assert left_s <= 1.2 * lowest, (cell, left_s, lowest)
             lowest = min(lowest, left_s)
-    half_s, _, left_s = min(clock.shown, key=lambda each: abs(each[0] - total_s / 2))
+    half_s, _, left_s = min(clock.shown, key=lambda look: abs(look[0] - total_s / 2))
     assert left_s == pytest.approx(total_s - half_s, rel=0.3)
     # Within a trial it counts down by about the time that goes by.
     falls = [a[2] - b[2] for a, b in zip(clock.shown, clock.shown[1:], strict=False) if a[1] == b[1]]

@@ -74,13 +74,13 @@ def decided(row: dict[str, Any]) -> bool:
 
 
 def found_in(folder: Path) -> list[str]:
-    return [str(each) for each in audit(folder).damages]
+    return [str(damage) for damage in audit(folder).damages]
 
 
 def test_a_run_is_sound_and_all_of_it_is_looked_at(whole: Path) -> None:
     found = audit(whole)
     run = load_run(whole)
-    assert [str(each) for each in found.damages] == []
+    assert [str(damage) for damage in found.damages] == []
     assert (found.unverified, found.notes) == ([], [])
     assert found.checked["trials"] == len(run.all_trials)
     assert found.checked["requests"] == sum(trial.summary["planned"] for trial in run.all_trials)
@@ -95,7 +95,7 @@ def at(keys: str = "", **changes: Any) -> Edit:
     def edit(row: dict[str, Any]) -> None:
         for key in filter(None, keys.split(".")):
             row = row[key]
-        row.update({key: each(row, key) if callable(each) else each for key, each in changes.items()})
+        row.update({key: change(row, key) if callable(change) else change for key, change in changes.items()})
 
     return edit
 
@@ -120,7 +120,7 @@ EDITS: dict[str, tuple[str, Callable[[dict[str, Any]], bool], Edit, str]] = {
     "a verdict": (TRIALS, MISSED, at(verdict="met"), "the verdict"),
     "a reason": (TRIALS, MISSED, at(reason="so be it"), "the verdict"),
     "a decision with its verdict": (
-        TRIALS, decided, lambda row: [each.update(verdict="met") for each in (row, row["summary"]["live"])],
+        TRIALS, decided, lambda row: [part.update(verdict="met") for part in (row, row["summary"]["live"])],
         "live.verdict",
     ),
     "a share under way": (
@@ -153,8 +153,8 @@ def test_an_edit_is_found_without_checksums(folder: Path, name: str) -> None:
     file, which, edit, words = EDITS[name]
     edited = edit_line(without_checksums(folder) / file, which, edit)
     found = audit(folder).damages
-    mine = [each for each in found if words in each.what and edited in each.what and each.file == file]
-    assert mine, [str(each) for each in found]
+    mine = [fault for fault in found if words in fault.what and edited in fault.what and fault.file == file]
+    assert mine, [str(fault) for fault in found]
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -181,8 +181,8 @@ def test_an_edited_tier_is_found(tmp_path: Path) -> None:
         lambda row: row["summary"]["tiers"]["loose"].update(slo_attainment=0.5, verdict="missed"),
     )
     found = found_in(folder)
-    assert any(f"{name}: tiers.loose." in each for each in found), found
-    assert any(f"{name}: the verdict" in each and "loose missed" in each for each in found), found
+    assert any(f"{name}: tiers.loose." in damage for damage in found), found
+    assert any(f"{name}: the verdict" in damage and "loose missed" in damage for damage in found), found
 
 
 def test_a_tier_without_its_line_is_found_but_a_kill_between_lines_is_no_damage(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_tier_without_its_line_is_found_but_a_kill_between_lines_is_no_damage(
     whole = Taped(CliOptions("quickstart", TIERS)).unbroken(tmp_path)
     order = write_order(whole)
     ends = [number for number, (name, _) in enumerate(order) if name == CELLS]
-    for lines in sorted({*ends, *(each + 1 for each in ends), len(order)}):
+    for lines in sorted({*ends, *(end + 1 for end in ends), len(order)}):
         cut = cut_off(whole, tmp_path / f"{lines}" / whole.name, lines, torn=False)
         assert found_in(cut) == [], lines
     rows = rows_in(whole / CELLS)
@@ -200,7 +200,7 @@ def test_a_tier_without_its_line_is_found_but_a_kill_between_lines_is_no_damage(
         edit_json(folder / "manifest.json", status=status)
         (folder / CELLS).write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
         found = found_in(folder)
-        assert any("loose: this answer follows" in each for each in found), found
+        assert any("loose: this answer follows" in damage for damage in found), found
 
 
 def test_a_connector_that_a_resume_skipped_needs_no_answers(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_a_connector_that_a_resume_skipped_needs_no_answers(tmp_path: Path) -> N
         store.skip_connector("tcp", "it is not installed any more")
         store.put_cell({"cell": rows_in(whole / CELLS)[-1]["cell"], "status": "skipped"})
     run = load_run(folder)
-    assert (run.manifest["status"], [each.status for each in run.cells]) == ("complete", ["done", "skipped"])
+    assert (run.manifest["status"], [cell.status for cell in run.cells]) == ("complete", ["done", "skipped"])
     assert any(trial.cell.connector == "tcp" for trial in run.all_trials)
     assert found_in(folder) == []
 
@@ -250,7 +250,7 @@ def _moved(table: pa.Table) -> pa.Table:
 def test_edited_requests_are_found(folder: Path, change: Callable[[pa.Table], pa.Table], words: str) -> None:
     trial = with_requests(without_checksums(folder), "missed", change)
     found = found_in(folder)
-    assert any(trial in each and words in each for each in found), found
+    assert any(trial in damage and words in damage for damage in found), found
 
 
 def test_arrivals_that_no_seed_plans_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_arrivals_that_no_seed_plans_are_found(folder: Path, monkeypatch: pytest
     trial = with_requests(without_checksums(folder), "missed", _moved)
     monkeypatch.setattr(StoredTrial, "figures", lambda _: iter(()))
     found = found_in(folder)
-    assert any(trial in each and "not those that its seed plans" in each for each in found), found
+    assert any(trial in damage and "not those that its seed plans" in damage for damage in found), found
 
 
 def test_a_trial_that_was_taken_out_is_missed(folder: Path) -> None:
@@ -269,13 +269,13 @@ def test_a_trial_that_was_taken_out_is_missed(folder: Path) -> None:
     kept = [line for line in lines if json.loads(line)["trial_id"] != gone["trial_id"]]
     (folder / "trials.jsonl").write_text("\n".join(kept) + "\n")
     (folder / "requests" / f"{gone['trial_id']}.parquet").unlink()
-    assert any(gone["trial_id"] in each and "still requests" in each for each in found_in(folder))
+    assert any(gone["trial_id"] in damage and "still requests" in damage for damage in found_in(folder))
 
 
 def test_lines_that_cannot_be_read_are_damage(folder: Path) -> None:
     with (without_checksums(folder) / "trials.jsonl").open("a") as file:
         file.write("{}\n")
-    assert any(each.startswith("trials.jsonl: an entry is ignored") for each in found_in(folder))
+    assert any(damage.startswith("trials.jsonl: an entry is ignored") for damage in found_in(folder))
 
 
 # --- other code ------------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def test_a_run_of_other_rules_is_not_verified(folder: Path) -> None:
     judged_by_others(without_checksums(folder))
     found = audit(folder)
     assert found.verdict == "not verified"
-    assert any("rules without a version; this kvbench has version" in each for each in found.unverified)
+    assert any("rules without a version; this kvbench has version" in reason for reason in found.unverified)
     assert "by the rules of this kvbench the result would be: the same" in found.notes
     edit_line(folder / "trials.jsonl", searched("missed"), lambda row: row.update(reason="so be it"))
     found = audit(folder)
@@ -302,7 +302,7 @@ def test_figures_are_no_matter_of_rules(folder: Path, name: str) -> None:
     judged_by_others(without_checksums(folder))
     file, which, edit, words = EDITS[name]
     edit_line(folder / file, which, edit)
-    assert any(words in each for each in found_in(folder))
+    assert any(words in damage for damage in found_in(folder))
 
 
 SHORT = ("microbench-lab", "microbench-sizes", "seed-h200-emulated", "seed-notes", "seed-pr10884")
@@ -316,7 +316,7 @@ RUNS = [
 def test_reference_runs_are_as_they_were_written(name: str) -> None:
     """Older kvbenches measured some: nothing contradicts them, and what cannot be verified is said."""
     found = audit(REFERENCE / name)
-    assert [str(each) for each in found.damages] == []
+    assert [str(damage) for damage in found.damages] == []
     run = load_run(REFERENCE / name)
     trials = [trial for trial in run.all_trials if trial.method != "imported"]
     assert found.checked["trials"] == len(trials)
@@ -376,7 +376,7 @@ def test_an_edited_run_is_not_gone_on_with(folder: Path) -> None:
     run = load_run(folder)
     assert run.manifest["status"] == "complete"
     assert auditing.DAMAGED in run.labels
-    assert any("was changed" in each for each in run.manifest["sessions"][-1]["differs"])
+    assert any("was changed" in difference for difference in run.manifest["sessions"][-1]["differs"])
 
 
 def broken_off(folder: Path) -> None:
@@ -402,7 +402,7 @@ def test_an_edited_run_is_not_packed(folder: Path, tmp_path: Path) -> None:
     assert found.sound, found.damages
     assert found.checked["files"] > 10
     (inside / "trials.jsonl").write_text((inside / "trials.jsonl").read_text().replace("missed", "met"))
-    assert any("line" in each for each in found_in(inside))
+    assert any("line" in damage for damage in found_in(inside))
 
     edit_line(folder / "trials.jsonl", searched("met"), EDITS["a percentile"][2])
     refused = invoke("bundle", str(folder), "--output", str(archive)).failed(EXIT_FAILED)

@@ -55,7 +55,7 @@ def both(*edits: Edit) -> Edit:
 
 
 def sessions(edit: Callable[[dict[str, Any]], object]) -> Edit:
-    return document("manifest.json", lambda manifest: [edit(each) for each in manifest["sessions"]])
+    return document("manifest.json", lambda manifest: [edit(session) for session in manifest["sessions"]])
 
 
 def below(name: str, keys: str = "", first: int = 0, last: int | None = None, **values: Any) -> Edit:
@@ -109,7 +109,7 @@ def without_lines_of_tcp(*names: str) -> Edit:
 
 
 NOT_SOUND, NOT_VERIFIED, SOUND = "not sound", "not verified", "sound"
-NO_RULES = sessions(lambda each: each.pop("rules_version"))
+NO_RULES = sessions(lambda session: session.pop("rules_version"))
 NO_CHECKSUMS = both(lambda folder: (folder / CHECKSUMS).unlink(), forgotten("checksums"))
 NO_EMULATED = both(document("manifest.json", without_label), rows("trials.jsonl", without_label))
 ALL_IMPORTED = below("trials.jsonl", method="imported")
@@ -119,9 +119,9 @@ CHANGED = "the scenario was changed since the run began, in"
 OTHER_TRANSPORT = "its transport is not the one of plan.json"
 ATTACKS: dict[str, tuple[Edit, str, str]] = {
     # name: (edit, verdict, words that name it)
-    "rules of another version": (sessions(lambda each: each.update(rules_version=0)), NOT_VERIFIED,
+    "rules of another version": (sessions(lambda session: session.update(rules_version=0)), NOT_VERIFIED,
                                  "rules without a version"),
-    "rules of a later version": (sessions(lambda each: each.update(rules_version=10**6)), NOT_VERIFIED,
+    "rules of a later version": (sessions(lambda session: session.update(rules_version=10**6)), NOT_VERIFIED,
                                  "version 1000000 of the rules"),
     "rules deleted": (NO_RULES, NOT_VERIFIED, "rules"),
     "sessions deleted": (manifest(sessions=[]), NOT_VERIFIED, "rules"),
@@ -191,7 +191,7 @@ def test_the_folder_is_sound_as_it_is(whole: Path) -> None:
     found = audit(whole)
     assert (found.damages, found.unverified, found.notes) == ([], [], [])
     assert (found.verdict, found.checked["answers"]) == (SOUND, 2)
-    assert any("environment.json" in each and "telemetry/ (1)" in each for each in found.unproven)
+    assert any("environment.json" in reason and "telemetry/ (1)" in reason for reason in found.unproven)
     assert {trial.engine["transport"] for trial in load_run(whole).trials} == {"", "tcp"}
     mark = mark_of(load_run(whole))
     assert mark.word == "emulated"
@@ -202,13 +202,13 @@ def test_a_run_of_several_parallel_sizes_has_a_reference_for_each(tmp_path: Path
     both_sizes = "{name: %s}, {name: %s, label: %s-2, tensor_parallel_size: 2}"
     labels = ", ".join(both_sizes % (name, name, name) for name in ("aggregated", "tcp"))
     folder = measured_run(tmp_path, (f"connectors=[{labels}]", *SETTINGS[1:]))
-    results = {each.cell.connector: each.equal_outputs for each in load_run(folder).cells}
+    results = {cell.cell.connector: cell.equal_outputs for cell in load_run(folder).cells}
     equal = {"checked": 2, "equal": 2}
     assert results == {"aggregated": None, "aggregated-2": None, "tcp": equal, "tcp-2": equal}
-    assert [str(each) for each in audit(folder).damages] == []
+    assert [str(damage) for damage in audit(folder).damages] == []
     file = folder / "outputs.jsonl"
     edit_rows(file, lambda row: row.update(texts=["another", "two"]), -1)
-    assert any("equal_outputs" in str(each) for each in audit(folder).damages)
+    assert any("equal_outputs" in str(damage) for damage in audit(folder).damages)
 
 
 @pytest.mark.parametrize("name", [*ATTACKS, *WITH_DIGESTS])
@@ -219,7 +219,7 @@ def test_an_edit_with_rebuilt_checksums_does_not_stay_sound(folder: Path, name: 
     found = audit(folder)
     said = [*map(str, found.damages), *found.unverified, *found.unproven]
     assert found.verdict == verdict, said
-    assert any(words in each for each in said), said
+    assert any(words in reason for reason in said), said
 
 
 def test_each_verdict_has_its_exit_code_and_its_line(folder: Path) -> None:
@@ -229,7 +229,7 @@ def test_each_verdict_has_its_exit_code_and_its_line(folder: Path) -> None:
 
     status, line = verified()
     assert (status, ": sound (" in line) == (EXIT_OK, True)
-    sessions(lambda each: each.update(rules_version=0))(folder)
+    sessions(lambda session: session.update(rules_version=0))(folder)
     with_rebuilt_checksums(folder)
     status, line = verified()
     assert (status, ": not verified: 1 reasons (" in line) == (EXIT_NOT_VERIFIED, True)

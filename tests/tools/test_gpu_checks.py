@@ -109,10 +109,10 @@ def test_each_check_of_nixl_ran_on_a_real_gpu(gpu: str) -> None:
         [json.loads(line) for line in (RECORDED / f"gpu/{name}.jsonl").read_text().splitlines()]
         for name in (gpu, "h200-nccl")
     )
-    assert [each["name"] for each in recorded] == [each.name for each in CHECKS if each.name != "nccl_tcp"]
-    assert "nccl_tcp" in {each["name"] for each in later}
-    assert {each["status"] for each in (*recorded, *later)} == {"ok"}
-    figures = {each["name"]: each["figures"] for each in recorded}
+    assert [row["name"] for row in recorded] == [check.name for check in CHECKS if check.name != "nccl_tcp"]
+    assert "nccl_tcp" in {row["name"] for row in later}
+    assert {row["status"] for row in (*recorded, *later)} == {"ok"}
+    figures = {row["name"]: row["figures"] for row in recorded}
     assert figures["nixl_gpu_ipc"]["write transport"] == "ucx:cuda_ipc/cuda"
     assert figures["nixl_gpu_tcp"]["write transport"] == "ucx:tcp/lo"
     refusal = json.dumps(figures["nixl_gpu_tcp_refused"])

@@ -12,7 +12,7 @@ from tools.bench import ROOT
 def test_a_module_is_tested_by_the_files_of_its_part_that_name_it() -> None:
     found = mutants.tests_of("kvbench/core/slo.py")
     assert "tests/core/metrics/test_slo.py" in found
-    assert not [each for each in found if not each.startswith("tests/core/")]
+    assert not [path for path in found if not path.startswith("tests/core/")]
     assert mutants.tests_of("kvbench/core/search/burst.py") == ["tests/core/search/test_burst.py"]
 
 
@@ -24,10 +24,10 @@ def test_the_default_modules_exist() -> None:
 
 
 def test_each_equivalent_mutant_is_in_its_module() -> None:
-    for each in yaml.safe_load(mutants.EQUIVALENT.read_text()):
-        before = each["change"].partition("  →  ")[0]
-        assert before in (ROOT / each["module"]).read_text()
-        assert each["why"]
+    for mutant in yaml.safe_load(mutants.EQUIVALENT.read_text()):
+        before = mutant["change"].partition("  →  ")[0]
+        assert before in (ROOT / mutant["module"]).read_text()
+        assert mutant["why"]
 
 
 MUTATED = """

@@ -18,7 +18,7 @@ def answers(count: int, rate: float, seed: int) -> list[str]:
     found = []
     for _ in range(count):
         own = rate * math.exp(0.04 * rng.standard_normal())
-        posterior = [own * math.exp(0.1 * each) for each in np.linspace(-2, 2, 41)]
+        posterior = [own * math.exp(0.1 * step) for step in np.linspace(-2, 2, 41)]
         found.append(
             {
                 "status": "converged" if rng.random() > 0.1 else "exhausted",
@@ -29,16 +29,16 @@ def answers(count: int, rate: float, seed: int) -> list[str]:
                 "posterior": posterior,
             }
         )
-    return [json.dumps(each) for each in found]
+    return [json.dumps(row) for row in found]
 
 
 def test_what_is_counted_are_alarms_of_the_product() -> None:
     figures = {
-        (each["before"], each["after"]): each
-        for each in figures_of("x", answers(400, 50, 1), answers(200, 45, 2), 200, 0.1, 0.05)
+        (figure["before"], figure["after"]): figure
+        for figure in figures_of("x", answers(400, 50, 1), answers(200, 45, 2), 200, 0.1, 0.05)
     }
     single, repeats = figures[1, 1], figures[4, 4]
-    assert all(each["false_alarms"] <= 0.05 * each["pairs"] for each in figures.values())
+    assert all(figure["false_alarms"] <= 0.05 * figure["pairs"] for figure in figures.values())
     assert 0 < single["untold"] < 100
     assert single["seen"] < 0.3 * single["pairs"]
     assert repeats["seen"] > 0.8 * repeats["pairs"]
@@ -47,7 +47,7 @@ def test_what_is_counted_are_alarms_of_the_product() -> None:
 
 def test_all_times_are_longer_by_the_factor() -> None:
     cli = CliOptions("quickstart", (), ("nixl",), input_len="256")
-    sets = dict(each.split("=") for each in time_overrides(cli, 1.25))
+    sets = dict(override.split("=") for override in time_overrides(cli, 1.25))
     scenario, _ = resolve(CliOptions("quickstart", tuple(f"{k}={v}" for k, v in sets.items()), ("nixl",)))
     plain, _ = resolve(cli)
     assert scenario.slo.ttft_ms == pytest.approx(1.25 * (plain.slo.ttft_ms or 0))

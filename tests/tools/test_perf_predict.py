@@ -80,12 +80,12 @@ def test_rows_are_joined_by_their_settings_and_odd_ones_are_told(tmp_path: Path)
         "2 loads are of configurations with fewer than three",
     ]
     together, apart = found
-    assert [each.concurrency for each in together.loads] == [4, 16, 64]
+    assert [load.concurrency for load in together.loads] == [4, 16, 64]
     assert together.loads[1].tpot_ms == pytest.approx((11.2 + 13.2) / 2)
     assert (together.kind, apart.kind) == ("aggregated, vllm", "P/D, workers not named")
     errors = errors_of(found)
-    assert [each.kind for each in errors] == [together.kind, apart.kind, apart.kind]
-    assert all(each.tpot_line == pytest.approx(0, abs=1e-9) for each in errors[1:])
+    assert [error.kind for error in errors] == [together.kind, apart.kind, apart.kind]
+    assert all(error.tpot_line == pytest.approx(0, abs=1e-9) for error in errors[1:])
     assert sum(int(line[1]) for half in (0, 1) for line in table_rows(errors, half)) == 3
 
 

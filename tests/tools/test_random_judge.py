@@ -35,7 +35,7 @@ def known(index: int) -> truth.Truth:
 # --- one search
 
 
-@pytest.mark.parametrize("index", [CHEAP, *(pytest.param(each, marks=pytest.mark.heavy) for each in (1, 7))])
+@pytest.mark.parametrize("index", [CHEAP, *(pytest.param(case, marks=pytest.mark.heavy) for case in (1, 7))])
 def test_a_search_in_this_process_says_what_the_command_says(index: int, tmp_path: Path) -> None:
     """One that converges, one whose backlog makes trials void, one that finds nothing."""
     system, true = draw(SEEDS["develop"], index), known(index)
@@ -155,8 +155,8 @@ def test_figures_count_by_kind() -> None:
     assert overall["middle"] == pytest.approx((1.04 + 2.0) / 2)
     assert (overall["kind"], overall["near_share"], overall["virtual_s"]) == ("all", 0.5, 0.0)
     assert overall["outcomes"]["failed"] == 1
-    assert any("1 converged" in each or "2 converged" in each for each in notes(overall))
-    assert [each["kind"] for each in figures([kept], every_kind=True)] == ["drift", "slow", "all"]
+    assert any("1 converged" in note or "2 converged" in note for note in notes(overall))
+    assert [figure["kind"] for figure in figures([kept], every_kind=True)] == ["drift", "slow", "all"]
 
 
 @pytest.mark.heavy
@@ -168,7 +168,7 @@ def test_rows_are_gone_on_with(tmp_path: Path) -> None:
     rows.write_text(whole + '{"key": "search develop 5 2", "co')
     found = list(rows_of(jobs, 1, "code", rows))
     assert found[0] == first  # to the last digit of the time that it took
-    assert [Judged.from_json(each).run_seed for each in found] == [1, 2]
+    assert [Judged.from_json(row).run_seed for row in found] == [1, 2]
     assert rows.read_text().startswith(whole)
     assert len(rows.read_text().splitlines()) == 2
     assert list(rows_of(jobs, 1, "code", rows)) == found

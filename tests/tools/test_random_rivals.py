@@ -144,5 +144,5 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert command.main([*words, "--figures", str(written)]) == 0
     assert "develop-015 deterministic AIPerf smooth isotonic: " in capsys.readouterr().out
     found = json.loads(written.read_text())["kinds"]
-    assert [each["rule"] for each in found] == list(RULES)
+    assert [kind["rule"] for kind in found] == list(RULES)
     assert not math.isnan(found[0]["virtual_s"])

@@ -53,7 +53,7 @@ def ask(
     system: System, arrivals: list[float], starts_at_s: float = 0.0, state: State | None = None, seed: int = 1
 ) -> tuple[list[float], list[float], State]:
     load = system.workload
-    lengths = [np.full(len(arrivals), float(each)) for each in (load.input_len, load.output_len)]
+    lengths = [np.full(len(arrivals), float(length)) for length in (load.input_len, load.output_len)]
     first, last, after = trial(
         system, np.array(arrivals), lengths[0], lengths[1], starts_at_s, seed, state or State()
     )
@@ -73,17 +73,17 @@ def test_a_system_is_the_same_one_for_the_same_numbers() -> None:
 def test_each_kind_has_members_and_the_family_is_broad(name: str) -> None:
     systems = family(name)
     assert len(systems) == SIZES[name]
-    leads = Counter(each.kinds[0] for each in systems)
+    leads = Counter(system.kinds[0] for system in systems)
     assert set(leads) == set(LEADS)
     assert min(leads.values()) >= SIZES[name] // len(LEADS)
-    counted = Counter(kind for each in systems for kind in each.kinds)
+    counted = Counter(kind for system in systems for kind in system.kinds)
     for kind in ("sharing", "batching", "SLO mean", "SLO percentile", "SLO tail", "slow", "fast", "aborts"):
         assert counted[kind] >= 4, kind
-    assert {each.servers for each in systems} >= {1}
-    assert max(each.servers for each in systems) > 64
-    assert max(each.service.spread for each in systems if each.service.form == "lognormal") > 1.5
-    assert min(each.capacity for each in systems) < 0.2
-    assert max(each.capacity for each in systems) > 200
+    assert {system.servers for system in systems} >= {1}
+    assert max(system.servers for system in systems) > 64
+    assert max(system.service.spread for system in systems if system.service.form == "lognormal") > 1.5
+    assert min(system.capacity for system in systems) < 0.2
+    assert max(system.capacity for system in systems) > 200
 
 
 @given(seed=st.integers(0, 2**40), index=st.integers(0, 10_000))
@@ -118,7 +118,7 @@ def test_seeds_have_names() -> None:
             seed_of(wrong)
 
 
-@pytest.mark.parametrize("service", [*SERVICES, MIXED], ids=lambda each: each.form)
+@pytest.mark.parametrize("service", [*SERVICES, MIXED], ids=lambda service: service.form)
 def test_a_service_has_the_moments_and_quantiles_that_it_says(service: Service) -> None:
     work = service.draw(2_000_000, np.random.default_rng(3))
     assert work.mean() == pytest.approx(1.0, rel=0.01)
@@ -146,7 +146,7 @@ def test_erlang() -> None:
     assert mmc_mean(1, 0.5) == pytest.approx(2.0)
     assert mmc_share(3, 2.0, 0.0) == pytest.approx(0.0, abs=1e-12)
     grid = np.linspace(0, 60, 60_001)
-    late = [1 - mmc_share(3, 2.0, float(each)) for each in grid]
+    late = [1 - mmc_share(3, 2.0, float(point)) for point in grid]
     assert np.trapezoid(late, grid) == pytest.approx(mmc_mean(3, 2.0), rel=1e-4)
     # Where 1 − (servers − load) vanishes, the two exponentials are one.
     assert mmc_share(3, 2.0, 1.5) == pytest.approx(mmc_share(3, 2.0 + 1e-6, 1.5), abs=1e-5)
@@ -155,7 +155,7 @@ def test_erlang() -> None:
 # Simulations against formulas
 
 
-@pytest.mark.parametrize("service", [*SERVICES, MIXED], ids=lambda each: each.form)
+@pytest.mark.parametrize("service", [*SERVICES, MIXED], ids=lambda service: service.form)
 def test_one_server_agrees_with_pollaczek_and_khinchine(service: Service) -> None:
     load, count = 0.6, 2_000_000
     arrived = poisson(load, count, 4)
@@ -174,7 +174,7 @@ def test_parallel_servers_agree_with_erlang() -> None:
 
 
 @pytest.mark.parametrize("servers", [1, 4])
-@pytest.mark.parametrize("service", SERVICES[:3], ids=lambda each: each.form)
+@pytest.mark.parametrize("service", SERVICES[:3], ids=lambda service: service.form)
 def test_sharing_is_insensitive(servers: int, service: Service) -> None:
     load, count = 0.7 * servers, 150_000
     arrived = poisson(load, count, 8)
@@ -260,37 +260,37 @@ def slow_engine(batch: Batch, arrived: FloatArray, prompt: int, output: int) -> 
         dropped = False
 
         def held() -> int:
-            return sum(prompt + made[each] for each in running)
+            return sum(prompt + made[request] for request in running)
 
         def decoding() -> list[int]:
-            return [each for each in running if not left[each]]
+            return [request for request in running if not left[request]]
 
         while held() + len(decoding()) > batch.kv_tokens:
             waiting.insert(0, running.pop())
             dropped = True
         decodes = decoding()
         budget, prompts = batch.token_budget - len(decodes), dict[int, int]()
-        for each in [each for each in running if left[each]]:
-            prompts[each] = min(budget, left[each])
-            budget -= prompts[each]
+        for request in [request for request in running if left[request]]:
+            prompts[request] = min(budget, left[request])
+            budget -= prompts[request]
         while waiting and not dropped and budget > 0 and len(running) < batch.slots:
-            each = waiting[0]
-            if held() + prompt + made[each] + len(decodes) > batch.kv_tokens:
+            request = waiting[0]
+            if held() + prompt + made[request] + len(decodes) > batch.kv_tokens:
                 break
             running.append(waiting.pop(0))
-            left[each] = prompt + made[each]
-            prompts[each] = min(budget, left[each])
-            budget -= prompts[each]
+            left[request] = prompt + made[request]
+            prompts[request] = min(budget, left[request])
+            budget -= prompts[request]
         now += batch.step_s + batch.sequence_s * len(decodes) + batch.token_s * sum(prompts.values())
-        for each, tokens in prompts.items():
-            left[each] -= tokens
-        for each in [*decodes, *(each for each in prompts if not left[each])]:
-            made[each] += 1
-            if made[each] == 1:
-                first[each] = now
-            if made[each] == output:
-                last[each] = now
-                running.remove(each)
+        for request, tokens in prompts.items():
+            left[request] -= tokens
+        for request in [*decodes, *(request for request in prompts if not left[request])]:
+            made[request] += 1
+            if made[request] == 1:
+                first[request] = now
+            if made[request] == output:
+                last[request] = now
+                running.remove(request)
 
 
 @given(
@@ -435,7 +435,7 @@ def test_after_everybody_was_dropped_it_is_as_new(index: int) -> None:
     arrivals = poisson(2 * system.capacity, 60, 1)
     _, last, state = ask(system, arrivals.tolist())
     cut = float(arrivals[40])
-    open_ones = [each for each in range(41) if last[each] > cut]
+    open_ones = [place for place in range(41) if last[place] > cut]
     state = end(system, state, cut, open_ones)
     later = arrivals[:20].tolist()
     begins = 2 * cut + 1  # an engine that was in the middle of a step has ended it
@@ -480,9 +480,9 @@ def test_every_kind_answers_and_forgets_when_idle(index: int) -> None:
 
 def test_criteria_count_what_is_used_up() -> None:
     ttft, tpot = np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.01, 0.01, 0.03, 0.03])
-    assert [each.value(ttft, tpot) for each in roots.criteria(Slo(250, 20, 0.5))] == [pytest.approx(1.0)]
+    assert [limit.value(ttft, tpot) for limit in roots.criteria(Slo(250, 20, 0.5))] == [pytest.approx(1.0)]
     limits = Slo(None, None, 0.95, ("ttft_ms mean <= 500", "tpot_ms p75 <= 20"))
-    assert [each.value(ttft, tpot) for each in roots.criteria(limits)] == pytest.approx([0.5, 2.0])
+    assert [limit.value(ttft, tpot) for limit in roots.criteria(limits)] == pytest.approx([0.5, 2.0])
     with pytest.raises(ValueError, match="unknown"):
         roots.criteria(Slo(None, None, 0.95, ("e2el_ms p75 <= 20",)))
 
@@ -551,13 +551,13 @@ def test_truths_are_kept(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_the_committed_truths_are_those_of_the_drawn_systems() -> None:
     known = truth.known()
     systems = [*family("develop"), *family("check")]
-    missing = [each.name for each in systems if each.fingerprint not in known]
+    missing = [system.name for system in systems if system.fingerprint not in known]
     assert missing == []
     assert len(known) == len(systems)
-    found = [known[each.fingerprint] for each in systems]
-    exist = [each for each in found if each.exists]
+    found = [known[system.fingerprint] for system in systems]
+    exist = [true for true in found if true.exists]
     assert len(exist) > 0.8 * len(systems)
-    assert np.mean([each.error <= 0.005 for each in exist]) > 0.9
+    assert np.mean([true.error <= 0.005 for true in exist]) > 0.9
     for system, true in zip(systems, found, strict=True):
         if true.exists and system.batch is None:
             assert true.rates[0] <= system.capacity * 1.001
@@ -574,11 +574,11 @@ def test_a_long_trial_keeps_its_slo_below_the_true_rate_and_not_above(index: int
     shape = np.cumsum(np.random.default_rng(8).gamma(load.burstiness, 1 / load.burstiness, count))
     for factor in (0.9, 1.1):
         arrivals = shape / (factor * true.rates[0])
-        lengths = [np.full(count, float(each)) for each in (load.input_len, load.output_len)]
+        lengths = [np.full(count, float(length)) for length in (load.input_len, load.output_len)]
         first, last, _ = trial(system, arrivals, lengths[0], lengths[1], 1000.0, 9, State())
         steady = slice(count // 10, None)
         tpot = (last - first) / max(load.output_len - 1, 1)
-        used = [each.value((first - arrivals)[steady], tpot[steady]) for each in roots.criteria(system.slo)]
+        used = [limit.value((first - arrivals)[steady], tpot[steady]) for limit in roots.criteria(system.slo)]
         assert (max(used) > 1) == (factor > 1)
 
 
@@ -587,7 +587,7 @@ def test_a_long_trial_keeps_its_slo_below_the_true_rate_and_not_above(index: int
 
 def told(system: System, *messages: object) -> list[dict[str, list[float | None]]]:
     output = io.StringIO()
-    serve(system, [json.dumps(each) + "\n" for each in messages], output)
+    serve(system, [json.dumps(message) + "\n" for message in messages], output)
     return [json.loads(line) for line in output.getvalue().splitlines()]
 
 

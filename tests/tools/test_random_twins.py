@@ -39,9 +39,9 @@ def test_a_slower_twin_answers_later_and_has_the_same_slo(index: int) -> None:
     assert options_of(twin, 1) == options_of(system, 1)
     # Few enough that nobody waits: with pauses a later request may fall behind one, but never before it.
     arrivals = np.arange(5.0) * 1e4
-    lengths = [np.full(5, float(each)) for each in (system.workload.input_len, system.workload.output_len)]
+    lengths = [np.full(5, float(size)) for size in (system.workload.input_len, system.workload.output_len)]
     (first, last, _), (later, later_last, _) = (
-        trial(each, arrivals, lengths[0], lengths[1], 0.0, 7, State()) for each in (system, twin)
+        trial(model, arrivals, lengths[0], lengths[1], 0.0, 7, State()) for model in (system, twin)
     )
     assert np.all(later >= first)
     assert np.all(later_last >= last)
@@ -103,8 +103,8 @@ def test_wrong_is_any_order_of_equal_twins_and_no_order_is_none() -> None:
     equal = replace(PAIR, form="equal, other load", factor=1.0, truly="")
     untold, failed = replace(PAIR, told="?"), replace(PAIR, kind="heavy", told="no answer")
     twins = [PAIR, replace(PAIR, told="B"), equal, replace(equal, told="?"), untold, failed]
-    assert [each.wrong for each in twins] == [False, True, True, False, False, False]
-    by_name = {each["kind"]: each for each in pair_figures(twins)}
+    assert [twin.wrong for twin in twins] == [False, True, True, False, False, False]
+    by_name = {figure["kind"]: figure for figure in pair_figures(twins)}
     counts = {"kind": "all", "pairs": 6, "answered": 5, "ordered": 3, "wrong": 2}
     assert by_name["all"] == {**counts, "wrong_share": 2 / 3}
     assert by_name["equal, other load"]["wrong_share"] == 1.0

@@ -253,8 +253,8 @@ def lanes(text: str) -> str:
 )
 def test_lanes_prove_a_transport_only_where_they_leave_no_choice(said: list[str], names: list[str]) -> None:
     reader = TransportReader("decode-0", "read")
-    reader.feed(lanes(each) for each in said)
-    assert [name for each in reader.found() for name in each.transports] == names
+    reader.feed(lanes(text) for text in said)
+    assert [name for transport in reader.found() for name in transport.transports] == names
 
 
 TABLE = """
@@ -268,10 +268,10 @@ TABLE = """
 def test_the_row_of_a_kv_block_s_size_counts() -> None:
     """As ai-dynamo/nixl issue 1240 shows it: the last row is for transfers of gigabytes."""
     reader = TransportReader("prefill-0", "write")
-    reader.feed(each.format(what="write by ucp_put* from host memory to cuda/dev[1]") for each in TABLE)
+    reader.feed(line.format(what="write by ucp_put* from host memory to cuda/dev[1]") for line in TABLE)
     (found,) = reader.found()
     assert (found.transports, found.how, found.gpu) == (("rc_mlx5/mlx5_2:1",), "copy-in", False)
-    reader.feed(each.format(what="write by ucp_put* from cuda/GPU0 to cuda/dev[1]") for each in TABLE)
+    reader.feed(line.format(what="write by ucp_put* from cuda/GPU0 to cuda/dev[1]") for line in TABLE)
     (found,) = reader.found()
     assert found.gpu
 
@@ -280,18 +280,18 @@ def test_a_later_table_of_the_same_operation_replaces_the_first() -> None:
     reader = TransportReader("decode-0", "read")
     reader.feed(lines("written/ucx-52607.log"))
     reader.feed(
-        each.replace("software emulation", "zero-copy").replace("tcp/eth1", "cuda_ipc/cuda")
-        for each in lines("written/ucx-52607.log")
+        line.replace("software emulation", "zero-copy").replace("tcp/eth1", "cuda_ipc/cuda")
+        for line in lines("written/ucx-52607.log")
     )
-    assert [each.transports for each in reader.found()] == [("cuda_ipc/cuda",)]
+    assert [transport.transports for transport in reader.found()] == [("cuda_ipc/cuda",)]
 
 
 def test_processes_of_one_log_do_not_mix_up_their_tables() -> None:
     one = lines("written/ucx-52607.log")
-    other = [each.replace(":1570878:", ":99:").replace("read by ucp_get", "am by ucp_am") for each in one]
+    other = [line.replace(":1570878:", ":99:").replace("read by ucp_get", "am by ucp_am") for line in one]
     reader = TransportReader("decode-0", "read")
     reader.feed(line for pair in zip(one, other, strict=True) for line in pair)
-    assert [each.how for each in reader.found()] == [EMULATED]
+    assert [transport.how for transport in reader.found()] == [EMULATED]
 
 
 MOONCAKE_TCP = "I1023 22:08:09.675581 67953 tcp_transport.cpp:306] TcpTransport: listen on port 15535"
@@ -303,9 +303,9 @@ MOONCAKE_RDMA = (
 def test_mooncake_s_engine_names_what_it_started() -> None:
     reader = TransportReader("prefill-0")
     reader.feed(["Topology discovery complete. Found 0 HCAs.", MOONCAKE_TCP])
-    assert [each.transports for each in reader.found()] == [("tcp",)]
+    assert [transport.transports for transport in reader.found()] == [("tcp",)]
     reader.feed([MOONCAKE_RDMA])
-    assert [each.transports for each in reader.found()] == [("rdma/mlx5_bond_1",)]
+    assert [transport.transports for transport in reader.found()] == [("rdma/mlx5_bond_1",)]
 
 
 @given(st.lists(st.text(max_size=80)))
@@ -338,12 +338,12 @@ def test_lanes_of_the_passive_side_say_nothing_of_the_kv(tmp_path: Path) -> None
     for name, text in said.items():
         (tmp_path / name).write_text("\n".join([*text, ""]), "utf-8")
     watch.poll()
-    assert [each.transports for each in watch.transports()] == [("rc_mlx5/mlx5_0:1",)]
+    assert [transport.transports for transport in watch.transports()] == [("rc_mlx5/mlx5_0:1",)]
     (tmp_path / "decode-0").write_text(
         "\n".join([*said["decode-0"], *lines("ucx/read-over-cma.log"), ""]), "utf-8"
     )
     watch.poll()
-    assert [each.transports for each in watch.transports()] == [("cma/memory",)]
+    assert [transport.transports for transport in watch.transports()] == [("cma/memory",)]
 
 
 def test_connectors_over_ucx_have_it_tell_its_way() -> None:

@@ -135,8 +135,8 @@ def _started(backend: str, memory: str, folder: Path, options: Mapping[str, Any]
 
 def _once(both: _Both, peer: str, op: str, remote: list[int], generation: int) -> tuple[float, str]:
     """One measured transfer of all blocks, its bytes compared. GB/s and transport."""
-    for each in (both.initiator, both.target):
-        both.ask(each, "fill", generation=generation)
+    for worker in (both.initiator, both.target):
+        both.ask(worker, "fill", generation=generation)
     ours, theirs = pack_ids(_ALL), pack_ids(remote)
     prepared = {"op": op, "transfers": [{"peer": peer, "local": ours, "remote": theirs}]}
     both.ask(both.initiator, "prepare", **prepared)
@@ -223,9 +223,9 @@ def _model(torch: Any, device: str, dtype: Any, sizes: dict[str, int]) -> Any:
         "stack": torch.nn.TransformerEncoder(layer, sizes.get("layers", LAYERS), enable_nested_tensor=False),
         "head": torch.nn.Linear(width, VOCAB, bias=False),
     }
-    for each in parts["stack"].parameters():  # the layers start as copies of one
-        if each.dim() > 1:
-            torch.nn.init.xavier_uniform_(each)
+    for parameter in parts["stack"].parameters():  # the layers start as copies of one
+        if parameter.dim() > 1:
+            torch.nn.init.xavier_uniform_(parameter)
     return {name: part.to(device=device, dtype=dtype).eval() for name, part in parts.items()}
 
 
@@ -286,7 +286,7 @@ def pair(memory: str, tls: str, folder: Path) -> Figures:
     status, output = command_output([sys.executable, "-m", "kvbench.cli", *words], DEADLINE_S)
     paths = sorted((folder / "results").glob("*/trials.jsonl"))
     found = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-    trials = {each["cell"]["connector"]: each for each in found}  # the last of each
+    trials = {record["cell"]["connector"]: record for record in found}  # the last of each
     figures: dict[str, Any] = {"exit code": status}
     if "nixl" not in trials:
         raise CheckFailedError(f"no trial of nixl was written:\n{output[-3000:]}", figures)
@@ -296,7 +296,7 @@ def pair(memory: str, tls: str, folder: Path) -> Figures:
         "verdict": trial["verdict"],
         "reason": trial.get("reason", ""),
         "labels": trial.get("labels", []),
-        "findings": [f"{each['gate']}: {each['message']}" for each in trial.get("findings", [])],
+        "findings": [f"{finding['gate']}: {finding['message']}" for finding in trial.get("findings", [])],
         **{name: engine[name] for name in COUNTS if name in engine},
     }
     if trial["verdict"] != "met":
@@ -336,11 +336,11 @@ def facts(folder: Path) -> Figures:
         "cores": len(os.sched_getaffinity(0)),
         "nvidia_smi": (smi or "").strip().splitlines(),
         "topology": (output_of(["nvidia-smi", "topo", "-m"], 10.0) or "").strip().splitlines(),
-        "devices": sorted(each.name for each in Path("/dev").glob("nvidia*")),
+        "devices": sorted(path.name for path in Path("/dev").glob("nvidia*")),
         "packages": {name: found.version for name, found in first.items() if found},
         "libraries": {name: _loads(name) for name in LIBRARIES},
-        "nics": [each["name"] for each in nics(Path("/"))],
-        "rdma": [each["name"] for each in rdma()],
+        "nics": [nic["name"] for nic in nics(Path("/"))],
+        "rdma": [device["name"] for device in rdma()],
         "environment": {
             k: v for k, v in sorted(os.environ.items()) if re.match(r"UCX_|NCCL_|MC_|CUDA_|NVIDIA_", k)
         },

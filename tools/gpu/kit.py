@@ -116,7 +116,7 @@ def wheels(group: Group, python: str, cache: Path) -> list[Path]:
 def unpack(wheel: Path, target: Path) -> None:
     with ZipFile(wheel) as archive:
         for name in archive.namelist():
-            if not name.endswith("/") and not any(fnmatch.fnmatch(name, each) for each in DROPPED):
+            if not name.endswith("/") and not any(fnmatch.fnmatch(name, pattern) for pattern in DROPPED):
                 archive.extract(name, target)
 
 
@@ -162,9 +162,9 @@ def make(python: str, cuda: int, out: Path, cache: Path) -> int:
         '#!/bin/sh\ncd "$(dirname "$0")" && exec "${PYTHON:-python3}" -m tools.gpu.start . "$@"\n'
     )
     start.chmod(0o755)
-    for each in sorted((folder / "site").iterdir()):
-        nbytes = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
-        print(f"  {each.name}: {nbytes / 1e6:.1f} MB unpacked")
+    for entry in sorted((folder / "site").iterdir()):
+        nbytes = sum(path.stat().st_size for path in entry.rglob("*") if path.is_file())
+        print(f"  {entry.name}: {nbytes / 1e6:.1f} MB unpacked")
     return archive(folder, out)
 
 

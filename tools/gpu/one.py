@@ -35,7 +35,7 @@ def answer_of(check: Check, folder: Path) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     name, result, folder = argv
-    check = next(each for each in CHECKS if each.name == name)
+    check = next(entry for entry in CHECKS if entry.name == name)
     path = Path(result)
     path.with_suffix(".part").write_text(json.dumps(answer_of(check, Path(folder)), default=str))
     path.with_suffix(".part").rename(path)

@@ -63,9 +63,9 @@ def run_one(check: Check, deadline_s: float, module: str = ONE_CHECK) -> Result:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
-        for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+        for target in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+                target.kill()
     process.wait()
 
 
@@ -80,12 +80,12 @@ def results(checks: Sequence[Check], budget_s: float) -> Iterator[Result]:
 
 
 def summary(found: Sequence[Result]) -> str:
-    width = max((len(each.name) for each in found), default=0)
+    width = max((len(row.name) for row in found), default=0)
     lines = []
-    for each in found:
-        words = each.text or ", ".join(f"{k} {v}" for k, v in each.figures.items() if _short(v))
+    for row in found:
+        words = row.text or ", ".join(f"{k} {v}" for k, v in row.figures.items() if _short(v))
         first = words.splitlines()[0] if words else ""
-        lines.append(f"{each.name:<{width}}  {each.status:<7}  {each.seconds:7.1f} s  {first[:150]}".rstrip())
+        lines.append(f"{row.name:<{width}}  {row.status:<7}  {row.seconds:7.1f} s  {first[:150]}".rstrip())
     count = {status: sum(r.status == status for r in found) for status in ("ok", "failed", "skipped")}
     lines.append(", ".join(f"{number} {status}" for status, number in count.items()))
     return "\n".join(lines)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(result.line() + "\n")
                 file.flush()
     print(f"\n{summary(found)}", flush=True)
-    return int(any(each.status == "failed" for each in found))
+    return int(any(result.status == "failed" for result in found))
 
 
 if __name__ == "__main__":

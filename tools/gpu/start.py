@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def packages(kit: Path) -> list[Path]:
-    return [each for each in sorted((kit / "site").glob("*")) if importlib.util.find_spec(each.name) is None]
+    return [path for path in sorted((kit / "site").glob("*")) if importlib.util.find_spec(path.name) is None]
 
 
 def missing_libraries(kit: Path) -> Path | None:

@@ -132,7 +132,7 @@ def foreign(case: Case, folder: Path) -> Iterator[Callable[[float], TrialRecord]
             for place, spec in enumerate(case.servers)
         ]
         pages = ",".join(f"{url}/metrics" for url in urls) if case.servers[0]["metrics"] else None
-        sets = tuple(each for each in _sets(case) if not each.startswith("deployment."))
+        sets = tuple(override for override in _sets(case) if not override.startswith("deployment."))
         yield stack.enter_context(
             running(
                 replace(FOREIGN, overrides=sets, base_url=urls[0], decode_metrics_url=pages),
@@ -153,7 +153,7 @@ def running(
 
     scenario, source = resolve(cli)
     plan = plan_of(scenario)
-    planned = next(each for each in plan.deployments if not each.reference_only)
+    planned = next(entry for entry in plan.deployments if not entry.reference_only)
     (cell,) = plan.cells
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(create_store(folder, scenario, source, plan, "bench"))

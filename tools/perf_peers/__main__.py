@@ -61,7 +61,7 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    names = [*(each.name for each in CLIENTS), *(f"router:{each.name}" for each in ROUTERS)]
+    names = [*(client.name for client in CLIENTS), *(f"router:{router.name}" for router in ROUTERS)]
     options = arguments(
         __doc__,
         only=("", "names by commas, of " + ", ".join(names)),
@@ -77,8 +77,8 @@ def main() -> None:
         say(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
         sys.exit(2)
     levels = [work_for(int(number), options.seconds) for number in options.streams.split(",")]
-    clients = [each for each in CLIENTS if each.name in chosen]
-    routers = [each for each in ROUTERS if f"router:{each.name}" in chosen]
+    clients = [client for client in CLIENTS if client.name in chosen]
+    routers = [router for router in ROUTERS if f"router:{router.name}" in chosen]
     report = Report(machine_facts(), options.seconds)
     clients, routers = prepared(clients, routers, report)
     if options.set_up_only:
@@ -115,21 +115,21 @@ def prepared(
     """Sets the environments up; those whose environment cannot be had go to the report with the reason."""
     problems: dict[str, str] = {}
     peers: list[Peer] = [*clients, *routers]
-    for name in dict.fromkeys(each.environment for each in peers if each.environment):
+    for name in dict.fromkeys(peer.environment for peer in peers if peer.environment):
         try:
             set_up(name, say)
             if name in NEEDS_TOKENIZER:
                 make_tokenizer(name)
         except PeerError as error:
             problems[name] = f"set-up: {error}"
-    for each in peers:
-        label = each.name if isinstance(each, Client) else f"router {each.name}"
-        if each.environment in problems:
-            report.not_run.append((label, problems[each.environment]))
+    for peer in peers:
+        label = peer.name if isinstance(peer, Client) else f"router {peer.name}"
+        if peer.environment in problems:
+            report.not_run.append((label, problems[peer.environment]))
         else:
-            report.versions[label] = each.version()
-    usable = [each for each in clients if each.environment not in problems]
-    return usable, [each for each in routers if each.environment not in problems]
+            report.versions[label] = peer.version()
+    usable = [client for client in clients if client.environment not in problems]
+    return usable, [router for router in routers if router.environment not in problems]
 
 
 def measure(

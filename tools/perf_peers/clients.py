@@ -151,14 +151,14 @@ def guidellm_outcome(work: Work, folder: Path) -> Outcome:
     (result,) = json.loads((folder / "result.json").read_text())["benchmarks"]
     good = result["requests"]["successful"]
     timings = [request["info"]["timings"] for request in good]
-    planned = [each for each in timings if each["targeted_start"]]  # it leaves 0 for some
+    planned = [timing for timing in timings if timing["targeted_start"]]  # it leaves 0 for some
     return Outcome(
         [request["time_to_first_token_ms"] for request in good],
         [request["inter_token_latency_ms"] for request in good],
         len(good),
         work.requests - len(good),
         "each request's mean",
-        [1e3 * (each["request_start"] - each["targeted_start"]) for each in planned],
+        [1e3 * (timing["request_start"] - timing["targeted_start"]) for timing in planned],
     )
 
 

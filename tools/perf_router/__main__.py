@@ -116,7 +116,7 @@ def repeat(work: Work, number: int) -> Repeat:
         found, errors_ms = least_disturbed(
             partial(way, work), f"{name}-{number}", partial(print, flush=True)
         ).found
-        p50, p99 = (float(each) for each in np.percentile(errors_ms, (50, 99)))
+        p50, p99 = (float(error) for error in np.percentile(errors_ms, (50, 99)))
         figures |= {**found, f"{name}_p50_ms": p50, f"{name}_p99_ms": p99}
     return {**figures, "load": load}
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.search.ceiling import plan_flood
+from kvbench.core.search.ceiling import plan_saturation
 from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, trial_length_s
 from kvbench.core.search.search import Hint, Probe, RateSearch, SearchLimits, TrialFigures
 from kvbench.core.search.sequential_trial import LiveTrial
@@ -68,9 +68,9 @@ def live_trial(
         probe.rate,
         latency_s,
         ttft_limit_s=system.ttft_s,
-        thorough=probe.thorough,
+        full_length=probe.full_length,
         least_s=probe.least_s,
-        confirms=probe.purpose == "confirm" or probe.thorough,
+        confirms=probe.purpose == "confirm" or probe.full_length,
         hopeless_s=system.ttft_s + (system.tokens - 1) * system.tpot_s,
     )
     live = LiveTrial(config, [CriterionTarget("share", system.attainment, system.ttft_s)])
@@ -102,7 +102,7 @@ def search(system: System, seed: int, hint: Hint | None = None) -> Found:
 
 def _ceiling(system: System, probe: Probe, rng: np.random.Generator, clock_s: float) -> TrialFigures:
     """Run a saturation probe until its throughput is precise enough."""
-    probe_plan = plan_flood(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
+    probe_plan = plan_saturation(probe.rate, system.idle_s, system.burstiness, int(rng.integers(2**32)))
     ends, t_s = np.sort(run_open(system, probe_plan.offsets_s, rng, clock_s).end_s), BEAT_S
     while not probe_plan.is_over(ends[: int(np.searchsorted(ends, t_s, side="right"))], t_s):
         t_s += BEAT_S

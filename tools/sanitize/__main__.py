@@ -187,7 +187,7 @@ def sanitize(name: str, arguments: Sequence[str]) -> int:
     # Everything takes several times as long.
     options = ["-k", " and ".join(f"not {name}" for name in LEFT_OUT), "-p", "no:cacheprovider"]
     options += ["-o", "faulthandler_timeout=1800", "--timeout", "900"]
-    tests = [] if any("test_" in each for each in arguments) else list(TESTS)
+    tests = [] if any("test_" in argument for argument in arguments) else list(TESTS)
     words = [*before, sys.executable, "-m", "pytest", "-q", *tests, *options, *arguments]
     examples = {"FUZZ_EXAMPLES": EXAMPLES, **os.environ}["FUZZ_EXAMPLES"]
     around |= {"FUZZ_EXAMPLES": examples, "PYTHONDONTWRITEBYTECODE": "1"}
@@ -203,8 +203,8 @@ def sanitize(name: str, arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    names = [each for each in arguments if each in SANITIZERS] or list(SANITIZERS)
-    rest = [each for each in arguments if each not in SANITIZERS and each != "--"]
+    names = [argument for argument in arguments if argument in SANITIZERS] or list(SANITIZERS)
+    rest = [argument for argument in arguments if argument not in SANITIZERS and argument != "--"]
     codes = []
     for name in names:
         try:

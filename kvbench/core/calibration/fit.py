@@ -131,8 +131,8 @@ def guess(served: Sequence[ServedLoad], masks: Sequence[NDArray[np.bool_]]) -> d
     tokens came in that time. So the duration is linear in the coefficients, which are solved for. Held-out
     requests are ignored."""
     rows, times = [], []
-    for each, mask in zip(served, masks, strict=True):
-        for counts, milliseconds in (_decodes(each, mask), _lone_prefills(each, mask)):
+    for load, mask in zip(served, masks, strict=True):
+        for counts, milliseconds in (_decodes(load, mask), _lone_prefills(load, mask)):
             rows.append(counts)
             times.append(milliseconds)
     design, observed = np.concatenate(rows), np.concatenate(times)
@@ -269,7 +269,7 @@ def drawn(values: Mapping[str, float], covariance: F64, count: int, seed: int) -
 
 def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds: int = 8) -> FittedTiming:
     """Fit all loads together to the requests in ``used``. Raises InputError if there are too few."""
-    masks = [each.known if used is None else each.known & used[at] for at, each in enumerate(served)]
+    masks = [load.known if used is None else load.known & used[at] for at, load in enumerate(served)]
     count = int(sum(mask.sum() for mask in masks))
     names = _fitted_names(served)
     if count < 2 * len(names):
@@ -284,15 +284,15 @@ def fit(served: Sequence[ServedLoad], used: Sequence[Mask] | None = None, rounds
         least_squares(first.residuals, start * factor, scales, clusters, rounds)
         for factor in _begins(len(names))
     ]
-    best = min(begun, key=lambda each: float(each.residuals @ each.residuals))
+    best = min(begun, key=lambda run: float(run.residuals @ run.residuals))
     weights = first.spread(best.residuals)
     second = _Problem(served, masks, names, weights)
     found = least_squares(second.residuals, best.values, scales, clusters, rounds)
     more = _Problem(served, masks, [*names, _REQUEST], weights)
-    each = _with_request_time(more, found, start, names, scales, clusters, rounds)
-    if each is not None:
-        values = dict(zip([*names, _REQUEST], each.values.tolist(), strict=True))
-        return FittedTiming(values, each.covariance, _rms(weights), count)
+    estimate = _with_request_time(more, found, start, names, scales, clusters, rounds)
+    if estimate is not None:
+        values = dict(zip([*names, _REQUEST], estimate.values.tolist(), strict=True))
+        return FittedTiming(values, estimate.covariance, _rms(weights), count)
     return FittedTiming(
         dict(zip(names, found.values.tolist(), strict=True)),
         found.covariance + _between(found, begun, first),
@@ -322,7 +322,7 @@ def _with_request_time(
     begin[front] *= 1 - _TAKEN
     sizes = np.append(scales, max(float(scales[front]), float(begin[-1])))
     found = least_squares(problem.residuals, begin, sizes, clusters, _LONGER * rounds)
-    before, after = (float(each.residuals @ each.residuals) for each in (without, found))
+    before, after = (float(estimate.residuals @ estimate.residuals) for estimate in (without, found))
     error = math.sqrt(max(float(found.covariance[-1, -1]), 0.0))
     return found if after < before / _BETTER and error < 0.5 * found.values[-1] else None
 
@@ -335,8 +335,8 @@ def _begins(count: int) -> list[F64]:
 
 def _between(found: Estimate, begun: Sequence[Estimate], problem: _Problem) -> F64:
     """Return the covariance [n, n] between equally good searches (the sum of squares has many minima)."""
-    least = min(float(each.residuals @ each.residuals) for each in begun)
-    alike = [each.values for each in begun if float(each.residuals @ each.residuals) <= _ALIKE * least]
+    least = min(float(run.residuals @ run.residuals) for run in begun)
+    alike = [run.values for run in begun if float(run.residuals @ run.residuals) <= _ALIKE * least]
     apart = np.stack([found.values, *alike]) - found.values
     result: F64 = apart.T @ apart / len(alike)
     return result
@@ -366,10 +366,10 @@ class _Problem:
     def residuals(self, values: F64) -> F64:
         named = dict(zip(self._names, values.tolist(), strict=True))
         firsts, decodes = [], []
-        for each, mask, (first, decode) in zip(self._served, self._masks, self._sigmas, strict=True):
-            times = each.predicted(named)
-            firsts.append(((each.measured.ttft_s - times.ttft_s) / first)[mask])
-            decodes.append(((each.measured.decode_s - times.decode_s) / decode)[mask])
+        for load, mask, (first, decode) in zip(self._served, self._masks, self._sigmas, strict=True):
+            times = load.predicted(named)
+            firsts.append(((load.measured.ttft_s - times.ttft_s) / first)[mask])
+            decodes.append(((load.measured.decode_s - times.decode_s) / decode)[mask])
         return bounded(np.concatenate([*firsts, *decodes]))
 
     def spread(self, residuals: F64) -> tuple[float, float]:

@@ -55,13 +55,13 @@ def later_part(served: Sequence[ServedLoad], share: float) -> list[Mask]:
 def checked_fit(served: Sequence[ServedLoad], used: Sequence[Mask], by: str) -> CheckedFit:
     """Fit to the ``used`` requests of each load, and predict the others."""
     found = fit(served, used)
-    rest = [each.known & ~mask for each, mask in zip(served, used, strict=True)]
+    rest = [load.known & ~mask for load, mask in zip(served, used, strict=True)]
     measured = _figures(served, rest, None)
     predicted = _figures(served, rest, found.values)
     drawn = [_figures(served, rest, values) for values in found.draws(_DRAWS, 1)]
     figures = {}
     for name, value in measured.items():
-        spread = float(np.std([each[name] for each in drawn])) / value
+        spread = float(np.std([draw[name] for draw in drawn])) / value
         figures[name] = Checked(
             ratio=round(predicted[name] / value, 4), stated=round(TOLERANCES[name] + _SIGMAS * spread, 4)
         )
@@ -74,10 +74,10 @@ def _figures(
 ) -> dict[str, float]:
     """Return mean and, with enough requests, P99 in seconds: measured, or predicted with ``values``."""
     ttft, tpot = [], []
-    for each, mask in zip(served, masks, strict=True):
-        times = each.measured if values is None else each.predicted(values)
+    for load, mask in zip(served, masks, strict=True):
+        times = load.measured if values is None else load.predicted(values)
         ttft.append(times.ttft_s[mask])
-        tpot.append(times.tpot_s(each.output_len)[mask])
+        tpot.append(times.tpot_s(load.output_len)[mask])
     firsts, gaps = np.concatenate(ttft), np.concatenate(tpot)
     gaps = gaps[np.isfinite(gaps)]
     figures = {"ttft_mean": float(firsts.mean())}
@@ -94,26 +94,26 @@ def _unexplained_loads(
     served: Sequence[ServedLoad], rest: Sequence[Mask], found: FittedTiming, figures: Mapping[str, Checked]
 ) -> list[str]:
     odd = [
-        f"{name} of the held-out requests: predicted / measured is {each.ratio:.2f}, allowed deviation "
-        f"{each.stated:.0%}"
-        for name, each in figures.items()
-        if not each.holds
+        f"{name} of the held-out requests: predicted / measured is {figure.ratio:.2f}, allowed deviation "
+        f"{figure.stated:.0%}"
+        for name, figure in figures.items()
+        if not figure.holds
     ]
     thirds: tuple[tuple[str, Callable[[ServedLoad], F64]], ...] = (
-        ("prompts of {:.0f} to {:.0f} tokens", lambda each: each.input_len),
-        ("requests sent at {:.1f} to {:.1f} s", lambda each: np.asarray(each.load.offsets_s)),
+        ("prompts of {:.0f} to {:.0f} tokens", lambda load: load.input_len),
+        ("requests sent at {:.1f} to {:.1f} s", lambda load: np.asarray(load.load.offsets_s)),
     )
-    for each, mask in zip(served, rest, strict=True):
+    for load, mask in zip(served, rest, strict=True):
         if mask.sum() < 9:
             continue
-        predicted = each.predicted(found.values).ttft_s
+        predicted = load.predicted(found.values).ttft_s
         for template, values_of in thirds:
-            order = np.flatnonzero(mask)[np.argsort(values_of(each)[mask], kind="stable")]
+            order = np.flatnonzero(mask)[np.argsort(values_of(load)[mask], kind="stable")]
             for part in np.array_split(order, 3):
-                ratio = float(np.median(predicted[part]) / np.median(each.measured.ttft_s[part]))
+                ratio = float(np.median(predicted[part]) / np.median(load.measured.ttft_s[part]))
                 if abs(ratio - 1) > _ODD:
-                    where = template.format(values_of(each)[part].min(), values_of(each)[part].max())
-                    odd.append(f"{each.name}: median TTFT of {where}: predicted / measured is {ratio:.2f}")
+                    where = template.format(values_of(load)[part].min(), values_of(load)[part].max())
+                    odd.append(f"{load.name}: median TTFT of {where}: predicted / measured is {ratio:.2f}")
     if found.undetermined:
         odd.append(f"this load does not determine these coefficients: {', '.join(found.undetermined)}")
     return odd

@@ -166,7 +166,9 @@ class ProfileFile(Section):
                 f"timing {self.name} has no tensor_parallel_size {tensor_parallel_size}",
                 hint=f"it was measured with {self.tensor_parallel_size}; calibrate again for another size",
             )
-        return timing_of_values({name: each.value for name, each in self.coefficients.items()}, self)
+        return timing_of_values(
+            {name: coefficient.value for name, coefficient in self.coefficients.items()}, self
+        )
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def _unsound_check(
     if held is None and status in ("fit", "unfit"):
         yield (), f"status {status} needs held_out, which is missing"
     if held is not None and status == "fit":
-        missed = sorted(name for name, each in held.figures.items() if not each.holds)
+        missed = sorted(name for name, figure in held.figures.items() if not figure.holds)
         if missed:
             yield ("figures",), f"status is fit, and {', '.join(missed)} is outside the stated margin"
     if status == "unfit" and cannot_explain == []:
@@ -229,7 +231,7 @@ def _unsound_check(
 def _unsound_covariance(
     known: Mapping[str, Coefficient], covariance: Covariance | None
 ) -> Iterator[tuple[Location, str]]:
-    fitted = [name for name, each in known.items() if each.error is not None]
+    fitted = [name for name, coefficient in known.items() if coefficient.error is not None]
     if covariance is None:
         if fitted:
             yield ((), f"is missing: {fitted[0]} has an error, so the fit's covariance is required")
@@ -286,8 +288,8 @@ def parse_profile(text: str, path: str) -> ProfileFile:
 
 
 def _error(mistakes: list[Mistake], path: str) -> InputError:
-    ordered = sorted(mistakes, key=lambda each: each.where.line)
-    lines = list(dict.fromkeys(f"{each.where.show(path)}: {each.text}" for each in ordered))
+    ordered = sorted(mistakes, key=lambda mistake: mistake.where.line)
+    lines = list(dict.fromkeys(f"{mistake.where.show(path)}: {mistake.text}" for mistake in ordered))
     return InputError(
         "\n".join(lines or [f"{Where().show(path)}: the file is empty"]),
         hint="`kvbench calibrate` writes these files; docs/calibrate.md describes the format",

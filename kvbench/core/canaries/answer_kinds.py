@@ -215,7 +215,7 @@ def judge_canaries(
     if of_reference:
         doubtful = garbage
     elif not exact:
-        near = [each for each in garbage if each.gap_nats is not None and each.gap_nats <= noise.allowed_nats]
+        near = [case for case in garbage if case.gap_nats is not None and case.gap_nats <= noise.allowed_nats]
         unplaced = [canary for canary in garbage if canary.gap_nats is None]
         beyond = chance(len(unplaced), len(answered), noise) < noise_p_value(noise)
         doubtful = near if beyond else [*near, *unplaced]
@@ -227,7 +227,7 @@ def judge_canaries(
         checked=len(answered) + len(crossed),
         unanswered=len(judged) - len(answered),
         noisy=len(doubtful),
-        wrong=tuple(sorted(wrong, key=lambda each: (each.when != "load", each.sent_s))),
+        wrong=tuple(sorted(wrong, key=lambda canary: (canary.when != "load", canary.sent_s))),
         proof=pool.proof,
         power=detectable_share(len(answered), noise, singly=singly),
         refused_from=least,
@@ -252,7 +252,7 @@ def _swapped_idle_answers(pool: CanaryPool) -> list[JudgedCanary]:
             if len(owners) == 1
             else f"the same text for {len(owners) + 1} canary prompts",
             answer=text,
-            expected=next((each for each in _idle_answers(pool, number) if each != text), ""),
+            expected=next((answer for answer in _idle_answers(pool, number) if answer != text), ""),
         )
         for number, owners, text in pool.crossed
     ]
@@ -277,7 +277,7 @@ def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> Canar
     under = Noise(
         known.asked + sum(result.checked for result in seen),
         known.differed + sum(result.noisy for result in seen),
-        max((each for each in (known.nats, nats) if each is not None), default=None),
+        max((gap for gap in (known.nats, nats) if gap is not None), default=None),
     )
     return replace(pool, under_load=under)
 
@@ -337,13 +337,13 @@ class _Judge:
         text = asked.text
         number = next((n for right, n in self._identifying.items() if text.startswith(right)), None)
         if number is not None:
-            owners = [each for each in self._records if each.canary == number]
+            owners = [answer for answer in self._records if answer.canary == number]
             return self._by_owners(asked, owners) or ("stale", f"that of canary prompt {number}")
         if record is None or record.text_crc is None:
             return "", ""
         # Other prompts are not stored, only the checksum of each answer's text.
         same = self._by_text.get((record.text_crc, record.text_bytes or 0), [])
-        others = [each for each in same if each.request_id != record.request_id]
+        others = [answer for answer in same if answer.request_id != record.request_id]
         if others and len(others) < max(2, len(self._records) // 10):
             return self._by_owners(asked, others) or ("", "")
         other = self._recipient(asked)

@@ -142,7 +142,7 @@ class CanaryPool:
     def from_json(cls, row: Mapping[str, Any], answers: Outputs) -> CanaryPool:
         """Parse a row. Raises KeyError, TypeError or ValueError if it is malformed."""
         cell_lengths = int(row["input_len"]), int(row["output_len"])
-        places = tuple(int(each) for each in row.get("places") or ())
+        places = tuple(int(place) for place in row.get("places") or ())
         lengths = [(int(one), int(other)) for one, other in row.get("lengths") or ()]
         if row["proof"] not in get_args(Proof):
             raise ValueError(f"proof is {str(row['proof'])[:40]!r}")
@@ -189,7 +189,7 @@ def gave_answers(pool: CanaryPool, cell: Cell) -> bool:
 
 def joined(one: Noise, other: Noise) -> Noise:
     """Return both combined: answers add up, the larger gap change counts."""
-    nats = [each.nats for each in (one, other) if each.nats is not None]
+    nats = [noise.nats for noise in (one, other) if noise.nats is not None]
     return Noise(
         one.asked + other.asked,
         one.differed + other.differed,
@@ -247,6 +247,6 @@ def place_canaries(places: Sequence[int], numbers: Sequence[int]) -> CanaryPlace
     usable = len(numbers) - spares
     if usable < len(places):
         kept = np.linspace(0, len(places) - 1, usable).round().astype(int).tolist() if usable > 0 else []
-        places = [places[each] for each in kept]
+        places = [places[index] for index in kept]
     at = dict(zip(places, numbers, strict=False))
     return CanaryPlaces(at, tuple(numbers[len(at) : len(at) + spares]))

@@ -104,9 +104,9 @@ class FaultCost:
 
 def fault_cost(outcomes: Iterable[RequestOutcome], rate: float, target: float, struck_s: float) -> FaultCost:
     """Return the cost. ``rate``: offered requests per second; ``target``: the SLO's share."""
-    ordered = sorted(outcomes, key=lambda each: each.due_s)
+    ordered = sorted(outcomes, key=lambda outcome: outcome.due_s)
     before = [outcome for outcome in ordered if outcome.over_s is not None and outcome.over_s <= struck_s]
-    before += [each for each in ordered if each.over_s is None and _failed_before(each, before, struck_s)]
+    before += [case for case in ordered if case.over_s is None and _failed_before(case, before, struck_s)]
     known = set(map(id, before))
     touched = [outcome for outcome in ordered if id(outcome) not in known]
     held = sum(outcome.good for outcome in before) / len(before) if before else None
@@ -146,7 +146,7 @@ def outcomes_of(
     records: Iterable[RequestRecord], slo: Slo, wrong: Collection[str] = ()
 ) -> list[RequestOutcome]:
     """Return each request's fate, except those that kvbench cancelled."""
-    known = [each for each in records if each.error != "cancelled"]
+    known = [record for record in records if record.error != "cancelled"]
     return [outcome_of(record, slo, frozenset(wrong)) for record in known]
 
 

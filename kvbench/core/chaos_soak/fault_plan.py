@@ -85,10 +85,10 @@ class WantedFault:
         match = _WORDS.fullmatch(text.strip())
         if match is None:
             raise InputError(f"{text!r} is not a fault", hint=f"write {_FORM}")
-        kind = next((each for each in KINDS if each == match["kind"]), None)
+        kind = next((name for name in KINDS if name == match["kind"]), None)
         if kind is None:
             raise InputError(f"{text!r}: unknown fault {match['kind']!r}", hint=f"{', '.join(KINDS)}")
-        target = next((each for each in POSSIBLE[kind] if each == match["target"]), None)
+        target = next((name for name in POSSIBLE[kind] if name == match["target"]), None)
         if target is None:
             raise InputError(
                 f"{text!r}: {kind} is not possible for {match['target']!r}",
@@ -162,15 +162,15 @@ def plan_faults(
     """Return each wanted fault ``repeats`` times; the order in a repeat is drawn from the seed. Raises
     InputError for a missing target, or a fault after its trial's end."""
     wanted = list(wanted)
-    for each in wanted:
-        _require_target(each, counts)
+    for fault in wanted:
+        _require_target(fault, counts)
     found: list[PlannedFault] = []
     for repeat in range(1, repeats + 1):
         chance = random.Random(trial_seed(seed, "faults", repeat))
         order = list(wanted)
         chance.shuffle(order)
-        for each in order:
-            found.append(_plan_fault(each, len(found) + 1, repeat, counts, times, chance))
+        for fault in order:
+            found.append(_plan_fault(fault, len(found) + 1, repeat, counts, times, chance))
     return found
 
 

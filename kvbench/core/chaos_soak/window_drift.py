@@ -56,12 +56,12 @@ class Drift:
 def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
     """Return the drift of one series. ``least``: smallest change that matters, in its unit."""
     kept = settled(windows)
-    known = [(each.at_s / 3600, float(each.value), each.session) for each in kept if each.value is not None]
+    known = [(span.at_s / 3600, float(span.value), span.session) for span in kept if span.value is not None]
     if len(known) < LEAST_WINDOWS:
         return Drift("too short", len(known))
-    hours = np.array([each[0] for each in known])
-    values = np.array([each[1] for each in known])
-    sessions = [each[2] for each in known]
+    hours = np.array([point[0] for point in known])
+    values = np.array([point[1] for point in known])
+    sessions = [point[2] for point in known]
     middle = float(np.median(values))
     ends = {"median": middle, "first": float(values[0]), "last": float(values[-1])}
     x, y = _center(hours, sessions), _center(values, sessions)
@@ -88,15 +88,15 @@ def drift(windows: Sequence[SoakWindow], least: float = 0.0) -> Drift:
 
 def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
     """Return the windows without warm-up."""
-    ordered = sorted(windows, key=lambda each: each.at_s)
+    ordered = sorted(windows, key=lambda window: window.at_s)
     first = ordered[0].session if ordered else 0
     begun: set[int] = {first}
     kept = []
-    for index, each in enumerate(ordered):
-        new = each.session not in begun
-        begun.add(each.session)
+    for index, window in enumerate(ordered):
+        new = window.session not in begun
+        begun.add(window.session)
         if not new and index >= math.ceil(WARM_UP * len(ordered)):
-            kept.append(each)
+            kept.append(window)
     return kept
 
 

@@ -186,12 +186,12 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
         warned = [(row, finding) for row, finding in found if finding.gate == rule.__name__]
         if not warned:
             continue
-        row, worst = max(warned, key=lambda each: float(each[1].evidence.get("excess", 0.0)))
+        row, worst = max(warned, key=lambda pair: float(pair[1].evidence.get("excess", 0.0)))
         of = f"{_rows_text([row for row, _ in warned])}: "
         example = f"for example, {row.place()}: " if len(warned) > 1 else ""
-        evidence = {each.key: finding.evidence for each, finding in warned}
+        evidence = {load.key: finding.evidence for load, finding in warned}
         level = "invalid" if any(finding.level == "invalid" for _, finding in warned) else worst.level
-        places = tuple(each.place() for each, _ in warned)
+        places = tuple(load.place() for load, _ in warned)
         text = of + example + worst.message
         statements.append(Statement("suspicious", worst.gate, text, worst.advice, level, places, evidence))
     return [*statements, *_other_rates(rows), *_twice(rows)]
@@ -244,8 +244,8 @@ def claimed(claims: Sequence[Claim], rows: Sequence[LoadRow]) -> list[Statement]
     found = [finding for claim in claims if (finding := check_claim(claim, rows)) is not None]
     found.sort(key=lambda finding: finding.level != "invalid")
     return [
-        Statement("claim", "claim", each.message, each.advice, each.level, (), each.evidence)
-        for each in found
+        Statement("claim", "claim", finding.message, finding.advice, finding.level, (), finding.evidence)
+        for finding in found
     ]
 
 

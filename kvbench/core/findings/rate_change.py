@@ -185,7 +185,7 @@ def rate_change(before: Sequence[Searched], after: Sequence[Searched]) -> RateCh
     sides = _distinct(before), _distinct(after)
     rates = [[math.log(answer.rate) for answer in side if answer.rate] for side in sides]
     runs = len(sides[0]), len(sides[1])
-    spreads = [spread_of(each.possible) for side in sides for each in side]
+    spreads = [spread_of(answer.possible) for side in sides for answer in side]
     if None not in spreads and sum(map(len, rates)) == sum(runs) >= LEAST_DEGREES + 2:
         return _by_scatter(rates[0], rates[1])
     one, other = (_pool([answer.possible for answer in side]) for side in sides)
@@ -208,7 +208,7 @@ def _by_scatter(before: Sequence[float], after: Sequence[float]) -> RateChange:
     half = t_quantile((1 + LEVEL) / 2, degrees) * error
     beyond = beta_cdf(degrees / 2, 0.5, degrees / (degrees + (away / error) ** 2)) / 2
     higher = 1 - beyond if away > 0 else beyond
-    ratio, low, high = (math.exp(away + each) for each in (0.0, -half, half))
+    ratio, low, high = (math.exp(away + shift) for shift in (0.0, -half, half))
     return RateChange(ratio, low, high, 1 - higher, higher, scatter, degrees, (len(before), len(after)))
 
 
@@ -223,7 +223,7 @@ def _pool(repeats: Sequence[PossibleRates]) -> PossibleRates:
     if len(repeats) == 1 or None in spreads:
         return repeats[0]
     middle = fmean(fmean(map(math.log, repeat.least)) for repeat in repeats)
-    spread = math.sqrt(fmean((each or 0.0) ** 2 for each in spreads) / len(repeats))
+    spread = math.sqrt(fmean((width or 0.0) ** 2 for width in spreads) / len(repeats))
     shares = [(index + 0.5) / PARTS for index in range(PARTS)]
     return known([math.exp(middle + spread * _NORMAL.inv_cdf(share)) for share in shares])
 

@@ -109,7 +109,11 @@ def same_answers(evidence: Evidence) -> Finding | None:
     """Different prompts get different answers: a model computes them from the prompts. evidence: the texts (a
     CRC-32 of each) of at least 20 answers of eight tokens and more, 90 % of which are equal. limits: only a
     warning with dummy weights, which may give equal answers; not run if prompts repeat."""
-    found = [each.text_crc for each in evidence.records if each.ok and each.output_len >= IDENTIFYING_TOKENS]
+    found = [
+        record.text_crc
+        for record in evidence.records
+        if record.ok and record.output_len >= IDENTIFYING_TOKENS
+    ]
     crcs = [crc for crc in found if crc is not None]
     if len(crcs) < LEAST_ANSWERS or evidence.reuse_expected:
         return None
@@ -178,8 +182,10 @@ def empty_answers(evidence: Evidence) -> Finding | None:
     """Answers have text: the tokens that the usage counts are there. evidence: answers whose usage counts
     tokens but whose events have no text. More than 1 % of them are refused, because the times of their tokens
     are unknown. limits: a single token may have no text, such as half of a character."""
-    counted = [each for each in evidence.records if each.output_len > 1 and each.text_bytes is not None]
-    empty = [each for each in counted if not each.text_bytes]
+    counted = [
+        record for record in evidence.records if record.output_len > 1 and record.text_bytes is not None
+    ]
+    empty = [record for record in counted if not record.text_bytes]
     if not empty:
         return None
     share = len(empty) / len(counted)
@@ -202,8 +208,12 @@ def prompts_unread(evidence: Evidence) -> Finding | None:
     other. limits: not run if all prompts have one length or share beginnings, or if requests queue (90 % of
     the short prompts' TTFTs must be within twice the smallest)."""
     answers = sorted(
-        (each for each in evidence.records if each.ok and each.ttft_sent_s is not None and each.stamps),
-        key=lambda each: each.input_len,
+        (
+            record
+            for record in evidence.records
+            if record.ok and record.ttft_sent_s is not None and record.stamps
+        ),
+        key=lambda record: record.input_len,
     )
     quarter = len(answers) // 4
     if quarter < LEAST_ANSWERS or evidence.reuse_expected:
@@ -211,7 +221,7 @@ def prompts_unread(evidence: Evidence) -> Finding | None:
     short, long = answers[:quarter], answers[-quarter:]
     if long[0].input_len < max(COMPUTED_TOKENS, LONGER * short[-1].input_len):
         return None
-    short_s, long_s = (sorted(each.ttft_sent_s or 0.0 for each in part) for part in (short, long))
+    short_s, long_s = (sorted(record.ttft_sent_s or 0.0 for record in part) for part in (short, long))
     if short_s[quarter * 9 // 10] > 2 * short_s[0] or median(long_s) > LENGTH_SHARE * median(short_s):
         return None
     return Finding(

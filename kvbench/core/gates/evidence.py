@@ -316,14 +316,14 @@ class Evidence:
     """Everything known about one trial. ``engines`` maps a role to its figures.
 
     Roles are "prefill" and "decode", or "aggregated" alone. ``kv_bytes_per_request``: bytes to transfer for
-    one request of this cell; None if nothing moves or the size is unknown. ``kv_bytes_slack`` of it need not
-    move (a last, partial block). ``kv_bytes_certain``: the size follows from the running engine, not only
-    from the scenario. ``kv_may_expire``: cancelled requests so far, whose KV may expire in this trial.
-    ``transport_asked``: requested transports, comma-separated. ``stopped_as``: the live verdict that ended
-    the trial early, if any. ``logged``: diagnoses of the processes' logs. ``nics_asked``: NICs requested for
-    the KV. ``engines_here``: all engines run on this machine. ``kv_line_rate``: bytes per second that the
-    NICs of one instance carry at most. ``prefill_work``: FLOP of a prompt; ``prefill_flops``: peak FLOP/s of
-    all prefill instances together."""
+    one request of this cell; None if nothing moves or the size is unknown. ``kv_bytes_tolerance``: bytes of
+    it that need not move (a last, partial block). ``kv_bytes_certain``: the size follows from the running
+    engine, not only from the scenario. ``kv_may_expire``: cancelled requests so far, whose KV may expire in
+    this trial. ``transport_asked``: requested transports, comma-separated. ``stopped_as``: the live verdict
+    that ended the trial early, if any. ``logged``: diagnoses of the processes' logs. ``nics_asked``: NICs
+    requested for the KV. ``engines_here``: all engines run on this machine. ``kv_line_rate``: bytes per
+    second that the NICs of one instance carry at most. ``prefill_work``: FLOP of a prompt; ``prefill_flops``:
+    peak FLOP/s of all prefill instances together."""
 
     records: Sequence[RequestRecord]
     summary: Summary
@@ -332,7 +332,7 @@ class Evidence:
     engines: Mapping[str, EngineFigures] = field(default_factory=dict)
     host: HostFigures = field(default_factory=HostFigures)
     kv_bytes_per_request: float | None = None
-    kv_bytes_slack: float = 0.0
+    kv_bytes_tolerance: float = 0.0
     kv_bytes_certain: bool = True
     kv_may_expire: float = 0.0
     transport_asked: str = ""

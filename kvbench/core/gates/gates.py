@@ -180,8 +180,8 @@ def _findings(evidence: Evidence) -> list[Finding]:
         return [*found, *evidence.logged]
     again = {"server_errors", *(gate.__name__ for gate in looking)}
     order = [gate.__name__ for gate in GATES]
-    found += [each for each in evidence.recorded if each.gate not in again]
-    return sorted(found, key=lambda each: order.index(each.gate) if each.gate in order else len(order))
+    found += [result for result in evidence.recorded if result.gate not in again]
+    return sorted(found, key=lambda result: order.index(result.gate) if result.gate in order else len(order))
 
 
 def _reason(evidence: Evidence) -> str:
@@ -269,10 +269,10 @@ PEAK: Final = Source(
     "unknown GPUs or model parameters",
     lambda evidence: evidence.prefill_work is not None and bool(evidence.prefill_flops),
 )
-PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answers_have(lambda each: each.prompt_tokens))
-TEXTS: Final = Source("answers' texts not recorded", _answers_have(lambda each: each.text_crc))
+PROMPT_USAGE: Final = Source("no prompt_tokens in the usage", _answers_have(lambda row: row.prompt_tokens))
+TEXTS: Final = Source("answers' texts not recorded", _answers_have(lambda row: row.text_crc))
 LENGTHS: Final = Source(
-    "all prompts have one length", lambda evidence: len({each.input_len for each in evidence.records}) > 1
+    "all prompts have one length", lambda evidence: len({record.input_len for record in evidence.records}) > 1
 )
 CANARIES: Final = Source(
     "no requests with known right answers",
@@ -282,19 +282,22 @@ FRESH_PROMPTS: Final = Source("prompts repeat", lambda evidence: not evidence.re
 KNOWN_REUSE: Final = Source(
     "prompts repeat", lambda evidence: not evidence.reuse_expected or evidence.reuse_offered is not None
 )
-EVENTS: Final = Source("no times per event", lambda e: any(len(each.itl_s) for each in e.records if each.ok))
-EVENT_TIMES: Final = Source("no times of events without text", _answers_have(lambda each: each.first_event_s))
+EVENTS: Final = Source(
+    "no times per event", lambda e: any(len(record.itl_s) for record in e.records if record.ok)
+)
+EVENT_TIMES: Final = Source("no times of events without text", _answers_have(lambda row: row.first_event_s))
 SOCKET: Final = Source(
-    "simulated, no network traffic", lambda evidence: any(each.stamps for each in evidence.records if each.ok)
+    "simulated, no network traffic",
+    lambda evidence: any(record.stamps for record in evidence.records if record.ok),
 )
 IN_TIME: Final = Source("the load generator read late", lambda evidence: evidence.client.reads_in_time)
 MANY_ANSWERS: Final = Source(
-    "too few answers", lambda evidence: sum(each.ok for each in evidence.records) >= steady.LEAST
+    "too few answers", lambda evidence: sum(record.ok for record in evidence.records) >= steady.LEAST
 )
 LONG_ANSWERS: Final = Source(
     "answers are too short to differ",
     lambda evidence: (
-        sum(each.output_len >= answers.IDENTIFYING_TOKENS for each in evidence.records if each.ok)
+        sum(record.output_len >= answers.IDENTIFYING_TOKENS for record in evidence.records if record.ok)
         >= answers.LEAST_ANSWERS
     ),
 )
@@ -311,7 +314,7 @@ def _is_pair(evidence: Evidence) -> bool:
 
 def _perhaps_several(evidence: Evidence) -> bool:
     """Return whether a role may have several instances."""
-    return not evidence.engines or any(each.instances > 1 for each in evidence.engines.values())
+    return not evidence.engines or any(engine.instances > 1 for engine in evidence.engines.values())
 
 
 def _always(_: Evidence) -> bool:
@@ -368,7 +371,7 @@ def unseen(evidence: Evidence) -> dict[str, list[str]]:
     for gate, need in NEEDS.items():
         if not need.applies(evidence):
             continue
-        lacking = next((each.lacking for each in need.sources if not each.there(evidence)), None)
+        lacking = next((source.lacking for source in need.sources if not source.there(evidence)), None)
         if lacking is not None:
             found.setdefault(lacking, []).append(gate.__name__)
     return found

@@ -31,18 +31,20 @@ def too_few_requests(evidence: Evidence) -> Finding | None:
     criterion is certainly missed. limits: a share near the target still needs many more requests; see its
     interval."""
     shares = [criterion for criterion in evidence.summary.criteria if criterion.kind == "share"]
-    if evidence.stopped_as == "missed" or any((each.upper or 0.0) < each.target for each in shares if each.n):
+    if evidence.stopped_as == "missed" or any(
+        (share.upper or 0.0) < share.target for share in shares if share.n
+    ):
         return None
-    needed, each = max(((_min_requests(each.target), each) for each in shares), key=lambda pair: pair[0])
-    if each.n >= needed or (each.lower is not None and each.lower >= each.target):
+    needed, share = max(((_min_requests(share.target), share) for share in shares), key=lambda pair: pair[0])
+    if share.n >= needed or (share.lower is not None and share.lower >= share.target):
         return None
     return Finding(
         "too_few_requests",
         "invalid",
-        f"{each.n} requests could be judged; an attainment of {each.target:.1%} cannot be judged "
+        f"{share.n} requests could be judged; an attainment of {share.target:.1%} cannot be judged "
         f"from fewer than {needed}",
         f"send at least {math.ceil(needed / 0.7)} requests a trial",
-        {"judged": each.n, "needed": needed},
+        {"judged": share.n, "needed": needed},
     )
 
 
@@ -265,7 +267,7 @@ def two_populations(evidence: Evidence) -> Finding | None:
     if evidence.reuse_expected:
         return None
     judged = judged_records(evidence.records, evidence.summary.window)
-    records = sorted((each for each in judged if each.ok), key=lambda each: each.sent_s or each.scheduled_s)
+    records = sorted((row for row in judged if row.ok), key=lambda row: row.sent_s or row.scheduled_s)
     ttft = [(record.ttft_s, float(record.input_len)) for record in records]
     tpot = [(record.tpot_s, 0.0) for record in records]
     found = []
@@ -276,8 +278,8 @@ def two_populations(evidence: Evidence) -> Finding | None:
             found += [] if kinds is None else [(name, kinds)]
     if not found:
         return None
-    name, kinds = max(found, key=lambda each: each[1].turn > 0)
-    fast_ms, slow_ms = (1e3 * each for each in kinds.medians)
+    name, kinds = max(found, key=lambda pair: pair[1].turn > 0)
+    fast_ms, slow_ms = (1e3 * median for median in kinds.medians)
     order = f", in a pattern that repeats every {kinds.turn} requests" if kinds.turn else ""
     return Finding(
         "two_populations",
@@ -335,7 +337,7 @@ def _are_separate(values: FloatArray, low: float, high: float) -> bool:
 def _at_most(least: int, n: int) -> float:
     """Return Chernoff's bound of P(X ≤ least) for n fair coins; least < n / 2."""
     heads = least / n
-    entropy = sum(-each * math.log(each) for each in (heads, 1 - heads) if each > 0)
+    entropy = sum(-share * math.log(share) for share in (heads, 1 - heads) if share > 0)
     return math.exp(n * (entropy - math.log(2)))
 
 

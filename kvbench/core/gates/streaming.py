@@ -36,7 +36,7 @@ def _answers(evidence: Evidence, least: int = LEAST_TOKENS) -> list[RequestRecor
 
 def _socket_requests(evidence: Evidence) -> list[RequestRecord]:
     """Return requests received over a socket: a simulator may be faster than any model."""
-    return [each for each in _answers(evidence) if each.stamps]
+    return [answer for answer in _answers(evidence) if answer.stamps]
 
 
 def answer_at_once(evidence: Evidence) -> Finding | None:
@@ -139,8 +139,10 @@ def tokens_per_event(evidence: Evidence) -> Finding | None:
     """Each event of a stream brings one token. evidence: tokens by the answers' usage against the events.
     limits: a note, and a warning from two tokens on where TPOT is judged. TPOT stays right, since it counts
     the usage's tokens without those of the first text; ITL is then the time between events."""
-    streamed = [each for each in evidence.records if each.ok and len(each.itl_s) and each.output_len > 1]
-    events, tokens = sum(_events(each) for each in streamed), sum(each.output_len for each in streamed)
+    streamed = [
+        record for record in evidence.records if record.ok and len(record.itl_s) and record.output_len > 1
+    ]
+    events, tokens = sum(_events(reply) for reply in streamed), sum(reply.output_len for reply in streamed)
     if not events or tokens <= MERGED * events:
         return None
     warns = evidence.slo.tightest("tpot_ms") is not None and tokens >= BUNDLES * events
@@ -170,9 +172,9 @@ def inflated_usage(evidence: Evidence) -> Finding | None:
     evidence: tokens in the usage against events and bytes of text. A token without its own event shares one,
     and has at least one byte of text. Refused if an answer has fewer bytes than tokens, since TPOT and all
     token rates use these counts. limits: tokens of several bytes each can be overstated by that factor."""
-    answers = [each for each in _answers(evidence) if each.text_bytes is not None and len(each.itl_s)]
+    answers = [answer for answer in _answers(evidence) if answer.text_bytes is not None and len(answer.itl_s)]
     bundled = [answer for answer in answers if answer.output_len > MERGED * _events(answer)]
-    inflated = [each for each in bundled if each.output_len > (each.text_bytes or 0)]
+    inflated = [answer for answer in bundled if answer.output_len > (answer.text_bytes or 0)]
     if len(inflated) <= evidence.limits.wrong_length_share * len(answers):
         return None
     one = inflated[0]
@@ -224,7 +226,7 @@ def early_first_token(evidence: Evidence) -> Finding | None:
     and longer than TTFT. Refused where most of these first texts are blank and TTFT is judged; else a
     warning, as P may send the first token before its KV has come to D.
     limits: a stall shorter than TTFT is not detected."""
-    answers = [each for each in _answers(evidence) if len(each.itl_s) >= LEAST_TOKENS - 1]
+    answers = [answer for answer in _answers(evidence) if len(answer.itl_s) >= LEAST_TOKENS - 1]
     ahead = [answer for answer in answers if _stalls(answer.itl_s, answer.ttft_sent_s)]
     if not ahead or 2 * len(ahead) < len(answers):
         return None

@@ -41,7 +41,7 @@ def kv_bytes_wrong(evidence: Evidence) -> Finding | None:
     fewest, largest = evidence.expected(
         per_token=False, tolerance=evidence.limits.count_tolerance, fresh=True
     )
-    least, most = fewest * (per_request - evidence.kv_bytes_slack), largest * per_request
+    least, most = fewest * (per_request - evidence.kv_bytes_tolerance), largest * per_request
     if least <= moved <= most:
         return None
     return Finding(

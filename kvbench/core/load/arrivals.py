@@ -61,11 +61,11 @@ class Sends:
         self._offsets_s = offsets_s
         self._following = following
         after = following.after if following is not None else [()] * len(offsets_s)
-        self._planned = iter([index for index, each in enumerate(after) if not each])
-        self._missing = [len(each) for each in after]
+        self._planned = iter([index for index, parents in enumerate(after) if not parents])
+        self._missing = [len(parents) for parents in after]
         self._next: dict[int, list[int]] = {}
-        for index, each in enumerate(after):
-            for earlier in each:
+        for index, parents in enumerate(after):
+            for earlier in parents:
                 self._next.setdefault(earlier, []).append(index)
         self._left = len(offsets_s)
         self._begun_s: dict[int, float] = {}

@@ -197,11 +197,11 @@ def _guess(text: str, path: str) -> TraceFormat:
 
 
 def _json_rows(text: str) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
-    for line, each in enumerate(text.lstrip("\ufeff").split("\n"), start=1):
-        if not each.strip():
+    for line, part in enumerate(text.lstrip("\ufeff").split("\n"), start=1):
+        if not part.strip():
             continue
         try:
-            row = json.loads(each, parse_constant=_refuse)
+            row = json.loads(part, parse_constant=_refuse)
         except (ValueError, RecursionError) as error:
             yield line, f"is not JSON: {error}"
             continue
@@ -282,7 +282,7 @@ def _blocks(
     ids = row.get("hash_ids")
     if ids is None:
         return None
-    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < 2**63 for each in ids):
+    if not isinstance(ids, list) or not all(type(number) is int and 0 <= number < 2**63 for number in ids):
         problems.append("hash_ids must be a list of whole numbers of at least 0")
         return None
     most = math.ceil(values.get("input_len", math.inf) / BLOCK_TOKENS) if "input_len" in values else len(ids)

@@ -47,7 +47,7 @@ class Progress:
     @classmethod
     def from_json(cls, event: Mapping[str, Any]) -> Progress:
         known = {key: event[key] for key in cls.__dataclass_fields__ if key in event}
-        known["settled"] = tuple(Settled(*each) for each in event.get("settled", ()))
+        known["settled"] = tuple(Settled(*fields) for fields in event.get("settled", ()))
         known["offsets_s"] = tuple(event.get("offsets_s", ()))
         return cls(**known)
 

@@ -73,18 +73,18 @@ def equal_answers(records: Iterable[RequestRecord], idle: Sequence[Text] = ()) -
     long = [record for record in records if is_long(record)]
     chances: list[float] = []
     pairs: list[tuple[str, str]] = []
-    for output_len in sorted({each.output_len for each in long}):
+    for output_len in sorted({reply.output_len for reply in long}):
         alike = sorted(
-            (each for each in long if each.output_len == output_len), key=lambda each: each.sent_s or 0.0
+            (reply for reply in long if reply.output_len == output_len), key=lambda reply: reply.sent_s or 0.0
         )
         _neighbours(alike, chances, pairs)
     expected = math.fsum(chances)
-    fresh = [_text(each) for each in long if each.canary is None]
+    fresh = [_text(reply) for reply in long if reply.canary is None]
     compared = [text for text in idle if text[1] >= LONG_BYTES]
     idle_repeated, by_idle = _idle_chance(fresh, compared)
     return EqualAnswers(
         answers=len(long),
-        repeated=_repetitions([_text(each) for each in long]),
+        repeated=_repetitions([_text(reply) for reply in long]),
         texts=len(chances),
         neighbours=len(pairs),
         expected=expected,
@@ -107,8 +107,8 @@ def _neighbours(alike: Sequence[RequestRecord], chances: list[float], pairs: lis
     ``alike``: requests of one output length in the order of their sending."""
     n = len(alike)
     positions: dict[Text, list[int]] = {}
-    for index, each in enumerate(alike):
-        positions.setdefault(_text(each), []).append(index)
+    for index, record in enumerate(alike):
+        positions.setdefault(_text(record), []).append(index)
     tested = [found for found in positions.values() if 2 <= len(found) <= MOST_EQUAL]
     if not tested:
         return
@@ -196,7 +196,7 @@ def noise_of(reference: Outputs) -> Noise:
     if not changes:
         return Noise(asked, differed)
     nats = max(changes)
-    gaps = [gap for one in reference.choices for each in one if (gap := gap_of(each)) is not None]
+    gaps = [gap for one in reference.choices for choice in one if (gap := gap_of(choice)) is not None]
     close = sum(gap <= MARGIN * nats for gap in gaps) / len(gaps) if gaps else None
     return Noise(asked, differed, nats, close)
 
@@ -213,7 +213,7 @@ def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> I
     another token was chosen, it is the rival."""
     for one, other in zip(first, again, strict=False):
         rival = other.token if other.token != one.token else _likeliest_other(one)
-        values = [each.logprobs.get(token) for each in (one, other) for token in (one.token, rival)]
+        values = [choice.logprobs.get(token) for choice in (one, other) for token in (one.token, rival)]
         if None not in values:
             own, beside, own_again, beside_again = (value or 0.0 for value in values)
             yield abs((own - beside) - (own_again - beside_again))
@@ -231,19 +231,19 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
     likeliest token that continues ``text``. An unlisted token is less likely than all listed ones, so the gap
     is at least theirs."""
     before = ""
-    for each in choices:
-        if text.startswith(before + each.token):
-            before += each.token
+    for choice in choices:
+        if text.startswith(before + choice.token):
+            before += choice.token
             continue
-        own = each.logprobs.get(each.token)
+        own = choice.logprobs.get(choice.token)
         if own is None or not text.startswith(before):
             return None
         taken = [
             value
-            for token, value in each.logprobs.items()
-            if token and token != each.token and text.startswith(before + token)
+            for token, value in choice.logprobs.items()
+            if token and token != choice.token and text.startswith(before + token)
         ]
-        return own - (max(taken) if taken else min(each.logprobs.values()))
+        return own - (max(taken) if taken else min(choice.logprobs.values()))
     return None
 
 

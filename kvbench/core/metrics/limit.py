@@ -75,9 +75,9 @@ def sampled_use(rows: Iterable[Mapping[str, Any]], slots: int | None) -> dict[st
 
 def _use_of_samples(seen: Mapping[tuple[float, str], Mapping[str, float]], slots: int | None) -> Use:
     running, waiting, kv = (
-        [each[name] for each in seen.values() if name in each] for name in (RUNNING, WAITING, KV_USE)
+        [state[name] for state in seen.values() if name in state] for name in (RUNNING, WAITING, KV_USE)
     )
-    queued = [each for each in seen.values() if each.get(WAITING, 0.0) > 0]
+    queued = [state for state in seen.values() if state.get(WAITING, 0.0) > 0]
     full = None if slots is None else sum(figures.get(RUNNING, 0.0) >= slots for figures in queued)
     return Use(
         engines=len({source for _, source in seen}),
@@ -89,7 +89,7 @@ def _use_of_samples(seen: Mapping[tuple[float, str], Mapping[str, float]], slots
         kv_use_peak=max(kv, default=None),
         slots=slots,
         slots_full_share=None if full is None else full / len(seen),
-        kv_full_share=sum(each.get(KV_USE, 0.0) >= _KV_FULL for each in queued) / len(seen) if kv else None,
+        kv_full_share=sum(state.get(KV_USE, 0.0) >= _KV_FULL for state in queued) / len(seen) if kv else None,
     )
 
 
@@ -167,7 +167,7 @@ class Binding:
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Binding:
         limit = row.get("limit")
-        kind: LimitKind = next((each for each in get_args(LimitKind) if each == limit), "undetermined")
+        kind: LimitKind = next((arg for arg in get_args(LimitKind) if arg == limit), "undetermined")
         return cls(kind, str(row.get("evidence", "")), dict(row.get("shares") or {}))
 
 
@@ -179,7 +179,7 @@ def limiting_trial(trials: Sequence[TrialRecord], lower: float | None) -> TrialR
     """Return the trial with the lowest missed rate above ``lower``, or the nearest substitute."""
     least = lower or 0.0
     for verdict, bound in (("missed", least * (1 + 1e-9)), ("undecided", least), ("missed", least * NEAR)):
-        found = [each for each in trials if each.verdict == verdict and each.request_rate >= bound]
+        found = [trial for trial in trials if trial.verdict == verdict and trial.request_rate >= bound]
         if found:
             return min(found, key=lambda trial: trial.request_rate)
     return None
@@ -189,7 +189,7 @@ def limit_of_cell(trials: Sequence[TrialRecord], lower: float | None) -> dict[st
     """Return the stored limit of a cell (limit, evidence, shares, trial)."""
     trial = limiting_trial(trials, lower)
     if trial is None:
-        met_only = lower is not None and all(each.verdict == "met" for each in trials)
+        met_only = lower is not None and all(record.verdict == "met" for record in trials)
         return Binding("none", "no tested rate missed the SLO").to_json() if met_only else None
     limit = trial.engine.get("limit")
     return {**limit, "trial_id": trial.trial_id} if isinstance(limit, Mapping) else None
@@ -220,7 +220,7 @@ def binding_of(records: Sequence[RequestRecord], slo: Slo, facts: TrialFacts) ->
         return _tpot(over_tpot, at, tpot_ms or 0.0, facts)
     if not over_ttft:
         # A growing queue may show before it is long: in the steady part, or else before it.
-        judged = next((each for each in (judged, list(records)) if _grows(each)), [])
+        judged = next((part for part in (judged, list(records)) if _grows(part)), [])
         if not judged:
             return Binding("none", f"{at}, no limit was exceeded")
         over_ttft = _late_tail(judged)

@@ -124,15 +124,15 @@ class QueueReadings:
         """Return the readings while load was offered, up to ``end_s``; None without load. ``duration_s``:
         trial's start to end, drain included."""
         offered = [record for record in records if record.scheduled_s <= end_s]
-        offered.sort(key=lambda each: each.scheduled_s)
+        offered.sort(key=lambda record: record.scheduled_s)
         if len(offered) < 2 or end_s <= 0 or rate <= 0:
             return None
         stopped_s = ended_at(records, duration_s)
-        offsets = np.array([each.scheduled_s for each in offered])
+        offsets = np.array([record.scheduled_s for record in offered])
         open_s = duration_s if stopped_s is None else stopped_s
         settled = [
-            each.last_token_s or each.first_token_s or (open_s if each.error in UNENDED else math.nan)
-            for each in offered
+            record.last_token_s or record.first_token_s or (open_s if record.error in UNENDED else math.nan)
+            for record in offered
         ]
         times = np.asarray(np.linspace(0.0, end_s, SAMPLES + 1)[1:], np.float64)
         waiting = waiting_series(offered, stopped_s).sampled(times)
@@ -144,7 +144,7 @@ class QueueReadings:
             dispersion=dispersion(offsets),
             offsets_s=offsets,
             settled_s=np.array(settled),
-            ttft_s=np.array([math.nan if each.ttft_s is None else each.ttft_s for each in offered]),
+            ttft_s=np.array([math.nan if record.ttft_s is None else record.ttft_s for record in offered]),
             times_s=times,
             waiting=waiting,
             firsts=np.searchsorted(offsets, times, side="right") - waiting,

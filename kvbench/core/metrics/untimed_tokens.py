@@ -73,10 +73,10 @@ def peak_output(records: Sequence[RequestRecord]) -> float | None:
     if not done:
         return None
     gaps = [_gaps_s(record) for record in done]
-    events = np.array([len(each) + 1 for each in gaps])
+    events = np.array([len(gap) + 1 for gap in gaps])
     first = np.array([record.first_token_s for record in done])
     # One cumulative sum over all gaps, minus its value at each request's first event.
-    summed = np.cumsum(np.concatenate([part for each in gaps for part in ([0.0], each)]))
+    summed = np.cumsum(np.concatenate([part for gap in gaps for part in ([0.0], gap)]))
     times = summed + np.repeat(first - summed[np.cumsum(events) - events], events)
     tokens = np.repeat(np.array([record.output_len for record in done]) / events, events)
     start_s = min(record.scheduled_s if record.sent_s is None else record.sent_s for record in done)

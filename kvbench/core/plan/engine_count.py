@@ -94,9 +94,9 @@ def engine_name(plan: Mapping[str, Any]) -> str:
 def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
     """Return the instances of a deployment in plan.json, prefill first."""
     planned = plan.get("deployments")
-    for each in planned if isinstance(planned, (list, tuple)) else ():
-        members = each.get("instances") if isinstance(each, Mapping) else None
-        if isinstance(members, (list, tuple)) and each.get("label") == label:
+    for deployment in planned if isinstance(planned, (list, tuple)) else ():
+        members = deployment.get("instances") if isinstance(deployment, Mapping) else None
+        if isinstance(members, (list, tuple)) and deployment.get("label") == label:
             return [str(one.get("name")) for one in members if isinstance(one, Mapping)]
     return []
 
@@ -127,8 +127,8 @@ def _own_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
 def _ranks_by_instance(plan: Mapping[str, Any], label: str) -> dict[str, dict[str, int]]:
     """Return tensor, pipeline and data parallel ranks by instance, where the plan lists them."""
     found = {}
-    for each in plan.get("deployments") or ():
-        for one in each.get("instances") or () if _mapping(each).get("label") == label else ():
+    for deployment in plan.get("deployments") or ():
+        for one in deployment.get("instances") or () if _mapping(deployment).get("label") == label else ():
             ranks = _mapping(_mapping(one).get("ranks"))
             counts = {key: ranks.get(key) for key in ("tensor", "pipeline", "data")}
             whole = {key: count for key, count in counts.items() if isinstance(count, int)}
@@ -169,8 +169,8 @@ def _planned_gpus(plan: Mapping[str, Any], label: str, names: list[str]) -> int 
     try:
         return len(names) * hardware_of(str(deployment.get("hardware") or "")).count
     except ValueError:
-        each = ranks_in(plan, label).values()
-        return sum(each) if all(each) else None
+        counts = ranks_in(plan, label).values()
+        return sum(counts) if all(counts) else None
 
 
 def _has_gpus(environment: Mapping[str, Any]) -> bool:

@@ -178,7 +178,7 @@ def notes(scenario: Scenario) -> Iterator[str]:
         )
     expected = prospects(scenario)
     if expected and all(prospect.even > search.precision for prospect in expected):
-        best = min(expected, key=lambda each: each.even)
+        best = min(expected, key=lambda prospect: prospect.even)
         yield f"the requested precision is out of reach: {shortfall_text(search, best)}"
 
 
@@ -229,7 +229,7 @@ class InstancePlan:
     def group_ports(self) -> tuple[int, ...]:
         """The ports at which its processes on several hosts meet."""
         first = self.group_port
-        return () if first is None else tuple(first and first + each for each in range(GROUP_PORTS))
+        return () if first is None else tuple(first and first + offset for offset in range(GROUP_PORTS))
 
     def ports_on(self, node: int, nodes: int) -> tuple[int, ...]:
         """Return all ports of its process on one of its hosts; ranks are assigned to hosts in order."""
@@ -262,10 +262,10 @@ class DeploymentPlan:
     def to_json(self) -> dict[str, Any]:
         """Return plain data, without fields that older runs lack, so that these can be resumed."""
         data = asdict(self)
-        for each in data["instances"]:
+        for instance in data["instances"]:
             for key in ("devices", "ranks"):
-                if not each[key]:
-                    del each[key]
+                if not instance[key]:
+                    del instance[key]
         return data
 
 
@@ -313,14 +313,14 @@ class Plan:
             "reference": self.reference,
             **({"references": dict(self.references)} if self.references else {}),
             "ports": list(self.ports),
-            "kv_per_request": [asdict(each) for each in self.kv],
+            "kv_per_request": [asdict(footprint) for footprint in self.kv],
             "time_estimate": {
                 "lower_s": round(self.lower_s, 1),
                 "upper_s": round(self.upper_s, 1),
                 "parts": [asdict(part) for part in self.time],
             },
             "notes": list(self.notes),
-            "prospects": [asdict(each) for each in self.prospects],
+            "prospects": [asdict(prospect) for prospect in self.prospects],
         }
 
 
@@ -338,7 +338,8 @@ def make_plan(
     port is chosen at launch. ``launch_s``: least and most seconds until a deployment is ready."""
     # Python's sort is stable: within the groups the file's order stays.
     chosen = sorted(
-        scenario.connectors, key=lambda each: (each.name != AGGREGATED, connectors[each.name].disaggregated)
+        scenario.connectors,
+        key=lambda connector: (connector.name != AGGREGATED, connectors[connector.name].disaggregated),
     )
     wanted = [(choice.label, choice.name) for choice in chosen]
     truths = scenario.references

@@ -44,20 +44,20 @@ class KnownCell:
     latency_s: float
 
 
-def slack_s(slo: Slo, alone: KnownCell) -> float:
+def headroom_s(slo: Slo, alone: KnownCell) -> float:
     """Return the longest headroom of the criteria: the seconds that a limit leaves for waiting, 0 if only
     later tokens are limited."""
-    return max((_slack_s(each, alone) for each in slo.all_criteria()), default=0.0)
+    return max((_headroom_s(criterion, alone) for criterion in slo.all_criteria()), default=0.0)
 
 
-def _slack_s(criterion: Criterion, alone: KnownCell) -> float:
+def _headroom_s(criterion: Criterion, alone: KnownCell) -> float:
     taken = {"ttft_ms": alone.first_s, "e2el_ms": alone.latency_s}
-    slacks = [
+    headrooms = [
         max(limit.limit / 1e3 - taken[limit.metric], LEAST_SLACK * limit.limit / 1e3)
         for limit in criterion.limits
         if limit.metric in taken
     ]
-    return min(slacks, default=0.0)
+    return min(headrooms, default=0.0)
 
 
 def half_width(requests: float, variation: float) -> float:
@@ -65,10 +65,10 @@ def half_width(requests: float, variation: float) -> float:
     return math.hypot(FLOOR, Z90 * math.sqrt(variation / requests))
 
 
-def trial_s(search: Search, rate: float, latency_s: float, slack_s: float) -> float:
+def trial_s(search: Search, rate: float, latency_s: float, headroom_s: float) -> float:
     """Return the seconds of load that a trial near the result offers."""
     usual_s = max(TRIAL_LATENCIES * latency_s, requests_s(rate))
-    wanted_s = max(usual_s, min(max(WAITS * slack_s, SECONDS), LONGEST * usual_s))
+    wanted_s = max(usual_s, min(max(WAITS * headroom_s, SECONDS), LONGEST * usual_s))
     if search.max_trial_s is not None:
         wanted_s = min(wanted_s, search.max_trial_s)
     return max(search.min_requests / rate, min(wanted_s, search.max_requests / rate))
@@ -90,15 +90,15 @@ class Prospect:
 def prospect_of(scenario: Scenario, slo: Slo, seen: KnownCell) -> Prospect | None:
     """Return the precision that the trials allow at a known rate."""
     search = scenario.search
-    if not any(each.limits for each in slo.all_criteria()):
+    if not any(criterion.limits for criterion in slo.all_criteria()):
         return None
-    long_s = trial_s(search, seen.rate, seen.latency_s, slack_s(slo, seen))
+    long_s = trial_s(search, seen.rate, seen.latency_s, headroom_s(slo, seen))
     trials = max(1, search.max_trials - SPENT)
     if search.budget_s is not None:
         share_s = search.budget_s / (len(scenario.connectors) * len(scenario.workload.input_len))
         trials = max(1, min(trials, round(share_s / long_s)))
         long_s = min(long_s, share_s / trials)
-    widths = (half_width(seen.rate * trials * long_s, each) for each in (EVEN, MODERATE, UNEVEN))
+    widths = (half_width(seen.rate * trials * long_s, variation) for variation in (EVEN, MODERATE, UNEVEN))
     return Prospect(seen.rate, trials, long_s, *widths)
 
 
@@ -113,7 +113,7 @@ def seen_of(records: Sequence[TrialRecord]) -> KnownCell | None:
             continue
         first_s.append(first / 1e3)
         latency_s.append(whole / 1e3)
-        if all(_in_sight(each) for each in summary.get("criteria") or ()):
+        if all(_in_sight(criterion) for criterion in summary.get("criteria") or ()):
             return KnownCell(record.request_rate, min(first_s), min(latency_s))
     return None
 
@@ -125,7 +125,7 @@ def prospects(scenario: Scenario) -> tuple[Prospect, ...]:
         return ()
     first_s = (slo.tightest("ttft_ms") or 0.0) / 2e3
     latency_s = max(slo.e2el_ms(scenario.workload.output_len) / 2e3, first_s)
-    rates = [each for each in ROUND_RATES if search.min_rate <= each <= search.max_rate] or [search.max_rate]
+    rates = [rate for rate in ROUND_RATES if search.min_rate <= rate <= search.max_rate] or [search.max_rate]
     if search.start_rate is not None:
         rates = [search.start_rate]
     found = (prospect_of(scenario, slo, KnownCell(rate, first_s, latency_s)) for rate in rates)

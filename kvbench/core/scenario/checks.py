@@ -85,7 +85,7 @@ def _spanning(
 
 def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     """Yield place and text of each problem with sessions."""
-    workload, search = (_section(data, each) for each in ("workload", "search"))
+    workload, search = (_section(data, name) for name in ("workload", "search"))
     wanted = workload.get("sessions")
     if wanted is None:
         for place, metric in _limited(data):
@@ -146,7 +146,7 @@ class DataMistake:
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the end of a sentence that suggests a known word."""
     options = list(known)
-    lowered = {each.lower(): each for each in options}
+    lowered = {option.lower(): option for option in options}
     if close := difflib.get_close_matches(word.lower(), list(lowered), n=1, cutoff=0.6):
         return f"did you mean `{lowered[close[0]]}`?"
     return f"there are: {', '.join(options)}" if options else "there are none"
@@ -277,8 +277,10 @@ def _search(data: Mapping[str, Any]) -> Iterator[DataMistake]:
 def _labels(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     connectors = data.get("connectors")
     seen: dict[str, int] = {}
-    for index, each in enumerate(connectors if isinstance(connectors, list) else []):
-        label = (each.get("label") or each.get("name")) if isinstance(each, Mapping) else each
+    for index, connector in enumerate(connectors if isinstance(connectors, list) else []):
+        label = (
+            (connector.get("label") or connector.get("name")) if isinstance(connector, Mapping) else connector
+        )
         if not isinstance(label, str):
             continue
         if label in seen:
@@ -298,8 +300,8 @@ def _lengths(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     output_len = _number(workload.get("output_len"))
     longest = _number(_section(_section(data, "deployment"), "engine_options").get("max_model_len"))
     seen: set[float] = set()
-    for index, each in enumerate(lengths):
-        length = _number(each)
+    for index, value in enumerate(lengths):
+        length = _number(value)
         if length is None:
             continue
         if length in seen:
@@ -384,7 +386,7 @@ def _sections_in(annotation: Any) -> list[type[BaseModel]]:
     if get_origin(annotation) is tuple:  # the only such section, connectors, depends on its name
         return []
     if inner := get_args(annotation):
-        return [found for each in inner for found in _sections_in(each)]
+        return [found for argument in inner for found in _sections_in(argument)]
     return [annotation] if isinstance(annotation, type) and issubclass(annotation, BaseModel) else []
 
 

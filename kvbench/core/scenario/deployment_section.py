@@ -327,11 +327,11 @@ class Deployment(Section):
             )
         own = self.aggregated
         if own is not None and own.instances is None and len(self.tensor_parallel_size) == 1:
-            each = self.ranks_of("aggregated-0").gpus
-            if self.pair_gpus % each:
+            gpus = self.ranks_of("aggregated-0").gpus
+            if self.pair_gpus % gpus:
                 raise error_at(
                     ("aggregated",),
-                    f"engines of {each} GPUs each do not make up the {self.pair_gpus} of prefill and decode: "
+                    f"engines of {gpus} GPUs each do not make up the {self.pair_gpus} of prefill and decode: "
                     "say how many `instances`",
                 )
         return self

@@ -38,11 +38,11 @@ def _short_limits(raw: Any) -> Any:
     if not isinstance(raw, (list, tuple)):
         return raw
     found = []
-    for each in raw:
-        if isinstance(each, Mapping) and (unknown := set(each) - {"metric", "statistic", "limit"}):
+    for entry in raw:
+        if isinstance(entry, Mapping) and (unknown := set(entry) - {"metric", "statistic", "limit"}):
             raise custom(f"a limit has metric, statistic and limit, but no `{min(map(str, unknown))}`")
         try:
-            found.append(slos.Limit.from_json(each))
+            found.append(slos.Limit.from_json(entry))
         except ValueError as error:
             raise custom(str(error)) from None
     for place in slos.same_metric_twice(found):
@@ -91,11 +91,11 @@ class Slo(Section):
         """Each tier's SLO, the strictest first; without tiers the SLO under the name ""."""
         if not self.tiers:
             return {"": self.whole()}
-        each = {
+        tiers = {
             name: slos.Slo.from_json({**tier.model_dump(), "attainment": tier.attainment or self.attainment})
             for name, tier in self.tiers.items()
         }
-        return {name: each[name] for name in slos.by_strictness(each)}
+        return {name: tiers[name] for name in slos.by_strictness(tiers)}
 
     def main(self) -> slos.Slo:
         """The SLO, or the strictest tier's."""

@@ -122,15 +122,15 @@ class Roles(Section):
         """Return the hosts of a role's instances, or of the role that replaces it."""
         own: tuple[Any, ...] = getattr(self, role, ())
         if own:
-            return tuple((each,) if isinstance(each, str) else tuple(each) for each in own)
+            return tuple((group,) if isinstance(group, str) else tuple(group) for group in own)
         if role == "loadgen":
             return self.groups("router")
         if role in ("prefill", "decode"):
             return ()
-        first = (self.prefill or self.decode or tuple((each,) for each in self.loadgen))[:1]
+        first = (self.prefill or self.decode or tuple((name,) for name in self.loadgen))[:1]
         if role == "aggregated":
             return (*self.groups("prefill"), *self.groups("decode")) or first
-        return tuple(each[:1] for each in first)
+        return tuple(group[:1] for group in first)
 
     def of(self, role: str) -> tuple[str, ...]:
         """Return all hosts of a role in order."""

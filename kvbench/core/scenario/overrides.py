@@ -81,7 +81,7 @@ def apply_overrides(root: Node, overrides: Overrides, typed: Mapping[str, str]) 
         except _OverrideError as problem:
             mistakes.append(Mistake(where, (), str(problem)))
             continue
-        mistakes += [replace(each, location=location + each.location) for each in found]
+        mistakes += [replace(mistake, location=location + mistake.location) for mistake in found]
     return root, mistakes
 
 
@@ -92,9 +92,9 @@ def _node_of(value: Plain, override: str) -> tuple[Node, list[Mistake]]:
     def node(value: Plain, at: Location) -> Node:
         where = Where(1, override)
         if isinstance(value, dict):
-            return Node({key: node(each, (*at, key)) for key, each in value.items()}, where)
+            return Node({key: node(child, (*at, key)) for key, child in value.items()}, where)
         if isinstance(value, list):
-            return Node([node(each, (*at, index)) for index, each in enumerate(value)], where)
+            return Node([node(child, (*at, index)) for index, child in enumerate(value)], where)
         if isinstance(value, str) and CONTROL.search(value):
             mistakes.append(Mistake(where, at, "has a control character or a lone surrogate"))
             return Node("?", where)

@@ -74,13 +74,13 @@ def references(chosen: Sequence[Sized]) -> References:
     by_size: dict[int, str] = {}
     added = []
     for size in sizes:
-        whole = (each.label for each in chosen if (each.connector, each.size) == (AGGREGATED, size))
+        whole = (entry.label for entry in chosen if (entry.connector, entry.size) == (AGGREGATED, size))
         label = next(whole, "")
         if not label:
             label = _free_label("reference" if len(sizes) == 1 else f"reference-tp{size}", taken)
             added.append(Sized(label, AGGREGATED, size))
         by_size[size] = label
-    return References({each.label: by_size[each.size] for each in [*chosen, *added]}, tuple(added))
+    return References({entry.label: by_size[entry.size] for entry in [*chosen, *added]}, tuple(added))
 
 
 def _free_label(wanted: str, taken: Iterable[str]) -> str:
@@ -137,7 +137,10 @@ class Scenario(Section):
     @property
     def _sized(self) -> list[Sized]:
         first = self.deployment.tensor_parallel_size[0]
-        return [Sized(each.label, each.name, each.tensor_parallel_size or first) for each in self.connectors]
+        return [
+            Sized(connector.label, connector.name, connector.tensor_parallel_size or first)
+            for connector in self.connectors
+        ]
 
     def at(self, label: str) -> Scenario:
         """Return the scenario with the deployment of one connector only."""
@@ -172,8 +175,8 @@ class Scenario(Section):
         """Return everything with its defaults as plain data, which is valid content of a scenario file."""
         data = self.model_dump(mode="json")
         data["connectors"] = [
-            {**{key: each[key] for key in OWN_KEYS if each[key] is not None}, **each["options"]}
-            for each in data["connectors"]
+            {**{key: entry[key] for key in OWN_KEYS if entry[key] is not None}, **entry["options"]}
+            for entry in data["connectors"]
         ]
         return data
 
@@ -236,12 +239,14 @@ def _by_size(scenario: Scenario, path: str) -> Scenario:
     if len(sizes) == 1:
         return scenario
     chosen = [
-        each
-        if each.tensor_parallel_size
-        else each.model_copy(update={"label": f"{each.label}-tp{size}", "tensor_parallel_size": size})
+        connector
+        if connector.tensor_parallel_size
+        else connector.model_copy(
+            update={"label": f"{connector.label}-tp{size}", "tensor_parallel_size": size}
+        )
         for size in sizes
-        for each in scenario.connectors
-        if not each.tensor_parallel_size or size == sizes[0]
+        for connector in scenario.connectors
+        if not connector.tensor_parallel_size or size == sizes[0]
     ]
     labels = [deployment.label for deployment in chosen]
     if twice := [label for label in dict.fromkeys(labels) if labels.count(label) > 1]:
@@ -260,7 +265,10 @@ def _settled(scenario: Scenario) -> Scenario:
     scenario = scenario.model_copy(update={"workload": workload, "deployment": deployment})
     if scenario.deployment.engine_options.chooses_transport:
         return scenario
-    chosen = [each.model_copy(update={"options": each.options.settled()}) for each in scenario.connectors]
+    chosen = [
+        connector.model_copy(update={"options": connector.options.settled()})
+        for connector in scenario.connectors
+    ]
     return scenario.model_copy(update={"connectors": tuple(chosen)})
 
 
@@ -278,7 +286,7 @@ def scenario_schema(registry: Registry) -> dict[str, Any]:
 
 
 def scenario_error(mistakes: Sequence[Mistake], path: str) -> ScenarioError:
-    ordered = sorted(mistakes, key=lambda each: (bool(each.where.override), each.where.line))
+    ordered = sorted(mistakes, key=lambda mistake: (bool(mistake.where.override), mistake.where.line))
     lines = list(dict.fromkeys(f"{mistake.where.show(path)}: {_text(mistake)}" for mistake in ordered))
     if len(lines) > 50:
         lines = [*lines[:50], f"… and {len(lines) - 50} more mistakes"]
@@ -314,8 +322,8 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
     options = registry.engines.get(engine) if isinstance(engine, str) else None
     keys["deployment.engine_options"] = list(options.model_fields) if options else []
     connectors = data.get("connectors")
-    for index, each in enumerate(connectors if isinstance(connectors, list) else []):
-        name = each.get("name") if isinstance(each, dict) else each
+    for index, connector in enumerate(connectors if isinstance(connectors, list) else []):
+        name = connector.get("name") if isinstance(connector, dict) else connector
         model = registry.connectors.get(name) if isinstance(name, str) else None
         keys[f"connectors.{index}"] = [*OWN_KEYS, *(model.model_fields if model else [])]
     return keys

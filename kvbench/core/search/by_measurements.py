@@ -108,7 +108,9 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
         target = max(target, step) if close or len(tried) < 3 else step
     else:
         # A short trial proves nothing against the median: no queue had built up yet.
-        proved = max((trial.rate for trial in tried if trial.thorough and _kept(trial) is True), default=0.0)
+        proved = max(
+            (trial.rate for trial in tried if trial.full_length and _kept(trial) is True), default=0.0
+        )
         outside = good < bad and not min(good, proved) / BEYOND <= target <= bad * BEYOND
         target = math.sqrt(good * bad) if outside else target
         if near and not sharp:
@@ -127,14 +129,14 @@ def next_probe(history: TrialHistory, estimate: RateEstimate) -> Probe | None:
     if unusable < math.inf and sum(trial.rate == target for trial in tried) >= 2:
         return None
     purpose: Purpose = "confirm" if sharp else "bisect" if bracketed else "expand"
-    thorough = target > CLOSE * capacity or bracketed
-    return Probe(target, purpose, thorough, _least_s(history, target) if thorough else 0.0)
+    full_length = target > CLOSE * capacity or bracketed
+    return Probe(target, purpose, full_length, _least_s(history, target) if full_length else 0.0)
 
 
 def _least_s(history: TrialHistory, rate: float) -> float:
     """Return the minimum length of a full-length trial in seconds; longer late in a search."""
-    waits_s = max(WAITS * history.waiting.slack_s, SECONDS, requests_s(rate))
-    lengths = [trial.measured.duration_s for trial in history.tried if trial.thorough and trial.measured]
+    waits_s = max(WAITS * history.waiting.headroom_s, SECONDS, requests_s(rate))
+    lengths = [trial.measured.duration_s for trial in history.tried if trial.full_length and trial.measured]
     if not lengths or len(history.tried) < STRETCH_AFTER:
         return waits_s
     return max(waits_s, STRETCH * median(lengths[:3]))
@@ -157,7 +159,9 @@ def answer(history: TrialHistory, estimate: RateEstimate, *, finished: bool) -> 
     limits, tried = history.limits, history.tried
     if found is not None:
         met = [
-            each.rate for each in tried if each.verdict == "met" and each.rate <= max(estimate.upper, found)
+            trial.rate
+            for trial in tried
+            if trial.verdict == "met" and trial.rate <= max(estimate.upper, found)
         ]
         shown = found if settled is not None and history.trusted_replay is not None else max(met)
         lower, upper = min(estimate.lower, shown, found), max(estimate.upper, found)
@@ -273,7 +277,7 @@ def _return_to(history: TrialHistory, estimate: RateEstimate) -> float:
 def _leaning(history: TrialHistory, estimate: RateEstimate) -> float:
     """Return a quantile further from the median the more successive trials had the same outcome."""
     kept = [known for trial in history.tried if (known := _kept(trial)) is not None]
-    same = next((count for count, each in enumerate(reversed(kept)) if each != kept[-1]), len(kept))
+    same = next((count for count, outcome in enumerate(reversed(kept)) if outcome != kept[-1]), len(kept))
     lean = min(LEAN * max(same - 1, 0), LEAN_MOST) * (1 if kept and kept[-1] else -1)
     return estimate.quantile(0.5 + lean)
 
@@ -300,7 +304,7 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
     if 0 < watched_s < by_replay.watched_s(history.limits):  # 0: unknown
         return None
     median = history.inside(estimate.median)
-    met = [trial.rate for trial in history.tried if reached_target(trial) and trial.thorough]
+    met = [trial.rate for trial in history.tried if reached_target(trial) and trial.full_length]
     if not any(median <= rate <= median * (1 + precision) for rate in met):
         median = max((rate for rate in met if rate <= median), default=0.0)
     median = _not_below_all_met(history, median, median * (1 + precision)) or 0.0

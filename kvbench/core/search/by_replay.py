@@ -88,7 +88,7 @@ def next_probe(history: TrialHistory, replay: ReplayResult) -> Probe | None:
     target = replay.estimate.lower if unreachable else replay.highest / (1 + below)
     rate = history.inside(min(target, highest * UP_MOST))
     unusable = min(
-        (each for each, tally in history.bracket.tallies.items() if not history.usable(tally)),
+        (tried_rate for tried_rate, tally in history.bracket.tallies.items() if not history.usable(tally)),
         default=math.inf,
     )
     if rate >= unusable:
@@ -126,9 +126,9 @@ def too_far(history: TrialHistory, replay: ReplayResult) -> bool:
         return trials >= TOO_FAR_AFTER and spent
     if further == math.inf or not _foreseen(history, replay):
         return False
-    each = _longest_s(replay.estimate.median) * replay.estimate.median
+    per_trial = _longest_s(replay.estimate.median) * replay.estimate.median
     too_long = further > TOO_LONG * max(limits.seconds_left, SHORTEST_S) * replay.estimate.median
-    too_many = further > TOO_FAR * each * max(history.trials_left, 1)
+    too_many = further > TOO_FAR * per_trial * max(history.trials_left, 1)
     return (trials >= TOO_LONG_AFTER and too_long) or (trials >= TOO_FAR_AFTER and too_many)
 
 

@@ -33,9 +33,9 @@ LOOKED_AT: Final = 0.7
 DONE_SHARE: Final = 0.5
 """Share of the first requests that must have ended after this part of the time before it (progress is
 reported four times a second)."""
-FLOOD_LATENCIES: Final = 5.0
-FLOOD_LEAST_S: Final = 2.0
-FLOOD_REQUESTS: Final = 1600
+SATURATION_LATENCIES: Final = 5.0
+SATURATION_LEAST_S: Final = 2.0
+SATURATION_REQUESTS: Final = 1600
 SURE_COMPLETIONS: Final = 40
 """Minimum number of completions before a steady rate ends the saturation."""
 SURE_LATENCIES: Final = 3.0
@@ -45,14 +45,14 @@ completions come in waves of one latency."""
 BURIED_LATENCIES: Final = 16.0
 """Backlog that ends the saturation, in latencies of work at the measured completion rate."""
 COMPLETIONS: Final = 10
-FLOODED: Final = 1.5
-FLOODED_ERRORS: Final = 3.0
+SATURATED: Final = 1.5
+SATURATED_ERRORS: Final = 3.0
 """The system was saturated if the backlog exceeds this multiple of the requests that must be in flight, and
 this many standard errors above them: of 0.4 on average (15 a second of 26 ms) one or two are common."""
 
 
 @dataclass(frozen=True)
-class Flood:
+class SaturationProbe:
     """The plan of one probe; times in seconds since its start. ``offsets_s``: planned sends, ascending;
     ``rate``: requests per second of the saturation."""
 
@@ -74,11 +74,11 @@ class Flood:
         rate = found.completion_rate
         if rate is None:
             return False
-        flood = ends_s[ends_s >= self.begins_s]
-        if now_s - float(flood.min()) < max(SURE_LATENCIES * self.latency_s, SURE_LEAST_S):
+        saturation = ends_s[ends_s >= self.begins_s]
+        if now_s - float(saturation.min()) < max(SURE_LATENCIES * self.latency_s, SURE_LEAST_S):
             return False
         left = int(np.searchsorted(self.offsets_s, now_s)) - len(ends_s)
-        is_steady = len(flood) >= SURE_COMPLETIONS and not found.grows
+        is_steady = len(saturation) >= SURE_COMPLETIONS and not found.grows
         return is_steady or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
 
     def _skips_saturation(self, ends_s: FloatArray, now_s: float) -> bool:
@@ -100,24 +100,26 @@ class Flood:
         rate, steady = found
         left = int(np.searchsorted(self.offsets_s, until_s, side="right")) - len(ends)
         under_way = rate * self.latency_s
-        flooded = left > max(FLOODED * under_way, under_way + FLOODED_ERRORS * math.sqrt(under_way) + 1.0)
-        if not flooded and until_s >= min(self.ends_s, self.offsets_s[-1]):
+        saturated = left > max(
+            SATURATED * under_way, under_way + SATURATED_ERRORS * math.sqrt(under_way) + 1.0
+        )
+        if not saturated and until_s >= min(self.ends_s, self.offsets_s[-1]):
             rate = max(rate, self.rate)  # all offered requests were completed
-        return TrialFigures(completion_rate=rate, grows=not (steady and flooded), duration_s=until_s)
+        return TrialFigures(completion_rate=rate, grows=not (steady and saturated), duration_s=until_s)
 
 
-def plan_flood(rate: float, latency_s: float, burstiness: float, seed: int) -> Flood:
+def plan_saturation(rate: float, latency_s: float, burstiness: float, seed: int) -> SaturationProbe:
     """Return a probe that offers up to ``rate`` requests a second. Raises InputError for impossible values.
     ``latency_s``: latency of a single request, 0 if unknown."""
     first_s = max(FIRST_LEAST_S, FIRST_LATENCIES * latency_s)
     first_rate = min(rate, FIRST_REQUESTS / first_s)
     first = planned_offsets(first_rate, max(1, round(first_rate * first_s)), math.inf, seed)
     begins_s = max(PAUSED_LEAST_S, PAUSED_LATENCIES * latency_s)
-    length_s = max(FLOOD_LEAST_S, FLOOD_LATENCIES * latency_s)
-    n = max(1, min(FLOOD_REQUESTS, round(rate * length_s)))
-    flood = begins_s + planned_offsets(rate, n, burstiness, seed)
-    offsets = np.concatenate([np.minimum(first, begins_s), flood])
-    return Flood(offsets, begins_s, begins_s + length_s, latency_s, rate)
+    length_s = max(SATURATION_LEAST_S, SATURATION_LATENCIES * latency_s)
+    n = max(1, min(SATURATION_REQUESTS, round(rate * length_s)))
+    saturation = begins_s + planned_offsets(rate, n, burstiness, seed)
+    offsets = np.concatenate([np.minimum(first, begins_s), saturation])
+    return SaturationProbe(offsets, begins_s, begins_s + length_s, latency_s, rate)
 
 
 def completion_rate(ends_s: Sequence[float] | FloatArray, until_s: float) -> tuple[float, bool] | None:

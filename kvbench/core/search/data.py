@@ -86,13 +86,13 @@ class Hint:
 
 @dataclass(frozen=True)
 class Probe:
-    """The next trial to run: its rate and its purpose. ``thorough``: run the full length, since a queue near
-    the answer builds up slowly (``LiveConfig.thorough``). ``least_s``: minimum length in seconds. ``tier``:
-    tier of the SLO that the trial is run for; "" if there is only one."""
+    """The next trial: its rate and purpose. ``full_length``: no early end, since a queue near the answer
+    builds up slowly (``LiveConfig.full_length``). ``least_s``: minimum length in seconds. ``tier``: tier of
+    the SLO that the trial is run for; "" if there is only one."""
 
     rate: float
     purpose: Purpose
-    thorough: bool = False
+    full_length: bool = False
     least_s: float = 0.0
     tier: str = ""
 
@@ -139,10 +139,10 @@ class TrialFigures:
     def to_json(self) -> dict[str, Any]:
         """Return the known, finite figures."""
         row = {name: value for name, value in asdict(self).items() if name != "criteria" and _known(value)}
-        each = [
+        criteria = [
             {name: value if _known(value) else None for name, value in row.items()} for row in self.criteria
         ]
-        return {**row, "criteria": each} if each else row
+        return {**row, "criteria": criteria} if criteria else row
 
     def of_criterion(self, index: int) -> TrialFigures:
         """Return the trial's figures by another criterion; itself if there is only one."""
@@ -167,7 +167,7 @@ class TrialOutcome:
     verdict: VerdictKind
     purpose: Purpose | Literal[""] = ""
     measured: TrialFigures | None = None
-    thorough: bool = True
+    full_length: bool = True
     requests: TrialRequests | None = None
 
     def to_json(self) -> dict[str, Any]:

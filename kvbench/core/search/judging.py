@@ -18,7 +18,7 @@ from kvbench.core.metrics.limit import note_limit
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Finding, RequestRecord, TrialRecord, VerdictKind
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.ceiling import Flood
+from kvbench.core.search.ceiling import SaturationProbe
 from kvbench.core.search.live_config import CriterionTarget, Decision, LiveConfig, Observation, TurnsLive
 from kvbench.core.search.load_plan import Offered, TrialPlan, planned
 from kvbench.core.search.methods import SATURATED, joined_verdict, judged_slo, judged_window
@@ -41,10 +41,10 @@ class TrialWatch:
         self._tiers = dict(tiers) if plan.searched and not plan.ceiling else {}
         self._asked = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
         self.decisions: dict[str, Decision] = {}
-        self._flood = offered.flood
-        self._flood_ends_s: NDArray[np.float64] = np.empty(0)
-        self._flooded = False
-        self.flooded_s = 0.0
+        self._saturation = offered.saturation
+        self._saturation_ends_s: NDArray[np.float64] = np.empty(0)
+        self._saturated = False
+        self.saturated_s = 0.0
         """Duration of a ceiling probe without the grace period."""
         self._trials = {
             name: LiveTrial(
@@ -54,7 +54,7 @@ class TrialWatch:
                     latency_s=plan.latency_s,
                     ttft_limit_s=(slo.tightest("ttft_ms") or 0.0) / 1e3,
                     confidence=scenario.search.confidence,
-                    thorough=plan.thorough,
+                    full_length=plan.full_length,
                     confirms=plan.confirms,
                     least_s=plan.least_s,
                     hopeless_s=_hopeless_s(slo, plan.cell.output_len) if offered.turns is None else math.inf,
@@ -78,29 +78,29 @@ class TrialWatch:
         """Take progress; return True if the trial may end."""
         for name, live in self._trials.items():
             seen = [
-                _observation(self._tiers[name], each)
-                for each in progress.settled
-                if each.error != "cancelled"
+                _observation(self._tiers[name], request)
+                for request in progress.settled
+                if request.error != "cancelled"
             ]
             decision = live.feed(
                 progress.t_s, seen, progress.waiting_first, progress.sent, progress.offsets_s
             )
             if decision is not None:
                 self.decisions.setdefault(name, decision)
-        if self._flood is not None:
-            return self._flood_over(self._flood, progress)
+        if self._saturation is not None:
+            return self._saturation_over(self._saturation, progress)
         # "undecided" is also a decision: the time is over.
         return self.decision is not None
 
-    def _flood_over(self, flood: Flood, progress: Progress) -> bool:
-        if self._flooded:
+    def _saturation_over(self, saturation: SaturationProbe, progress: Progress) -> bool:
+        if self._saturated:
             return True
-        answered = (each for each in progress.settled if not each.error and each.e2el_s is not None)
-        ends = [float(flood.offsets_s[answer.index]) + (answer.e2el_s or 0.0) for answer in answered]
-        self._flood_ends_s = np.append(self._flood_ends_s, ends)
-        self.flooded_s = progress.t_s
-        self._flooded = flood.is_over(self._flood_ends_s, progress.t_s)
-        return self._flooded
+        answered = (answer for answer in progress.settled if not answer.error and answer.e2el_s is not None)
+        ends = [float(saturation.offsets_s[answer.index]) + (answer.e2el_s or 0.0) for answer in answered]
+        self._saturation_ends_s = np.append(self._saturation_ends_s, ends)
+        self.saturated_s = progress.t_s
+        self._saturated = saturation.is_over(self._saturation_ends_s, progress.t_s)
+        return self._saturated
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def new_record(
 def _target(criterion: Criterion) -> CriterionTarget:
     """Criterion with its limit on TTFT, else on the whole latency; both include waiting."""
     limits = {limit.metric: limit.limit / 1e3 for limit in criterion.limits}
-    waits = [limits[each] for each in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if each in limits]
+    waits = [limits[metric] for metric in ("ttft_ms", "first_ttft_ms", "later_ttft_ms") if metric in limits]
     wait_s = min(waits, default=None)
     whole = wait_s is None and set(limits) == {"e2el_ms"}
     return CriterionTarget(criterion.kind, criterion.target, wait_s or limits.get("e2el_ms", 0.0), whole)
@@ -159,10 +159,10 @@ def _target(criterion: Criterion) -> CriterionTarget:
 
 def _hopeless_s(slo: Slo, output_len: int) -> float:
     """Age at which an unfinished request has certainly missed a limit; infinite if unknown."""
-    each = {limit.metric for limit in slo.each}
+    metrics = {limit.metric for limit in slo.each}
     certain = len(slo.each) == len(slo.limits) + sum(
         limit is not None for limit in (slo.ttft_ms, slo.tpot_ms)
-    ) and ({"ttft_ms", "tpot_ms"} <= each or "e2el_ms" in each)
+    ) and ({"ttft_ms", "tpot_ms"} <= metrics or "e2el_ms" in metrics)
     return slo.e2el_ms(output_len) / 1e3 if certain else math.inf
 
 
@@ -172,10 +172,12 @@ def _observation(slo: Slo, settled: Settled) -> Observation:
     return settled.index, slo.observe(values, ok), slo.margins(values, ok), settled.ttft_s
 
 
-def ceiling_figures(records: Sequence[RequestRecord], flood: Flood, until_s: float) -> dict[str, Any]:
+def ceiling_figures(
+    records: Sequence[RequestRecord], saturation: SaturationProbe, until_s: float
+) -> dict[str, Any]:
     """Completions per second of a ceiling probe, and whether they are its peak, for the summary."""
     ends = [record.last_token_s for record in records if record.ok and record.last_token_s is not None]
-    found = flood.measured(ends, until_s)
+    found = saturation.measured(ends, until_s)
     if found.completion_rate is None:
         return {}
     return {"completion_rate": found.completion_rate, "completion_steady": not found.grows}
@@ -195,7 +197,11 @@ class SiteReadings:
 
 def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteReadings) -> TrialRecord:
     """Return a trial's record: verdict of gates and live rule, figures and findings."""
-    evidence, watch, flood = evidence_of(scenario, trial, load, seen), trial.watch, trial.offered.flood
+    evidence, watch, saturation = (
+        evidence_of(scenario, trial, load, seen),
+        trial.watch,
+        trial.offered.saturation,
+    )
     verdict, reason, findings = _verdict(scenario, trial, evidence, load, watch.main_decision)
     summary = evidence.summary.to_json()
     if len(scenario.slo.by_tier()) > 1:
@@ -203,8 +209,8 @@ def judge(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen: SiteR
     summary["unseen"] = unseen(evidence)
     if watch.decision is not None:
         summary["live"] = _live_json(watch.decision)
-    if flood is not None:
-        summary |= ceiling_figures(load.records, flood, watch.flooded_s)
+    if saturation is not None:
+        summary |= ceiling_figures(load.records, saturation, watch.saturated_s)
     columns = {
         **seen.columns,
         **_expected_reuse(trial.offered.requests or (), load),

@@ -65,7 +65,7 @@ class LiveConfig:
 
     ``offsets_s``: planned sends in order. ``rate``: requests per second offered. ``latency_s``: expected
     end-to-end latency until one was measured, 0 if unknown. ``max_s``: latest end, by default that of the
-    sends. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of either verdict. ``thorough``: no
+    sends. ``ttft_limit_s``: 0 if TTFT is not limited. ``confidence``: of either verdict. ``full_length``: no
     early "met", and an early "missed" only if it is very clear. ``confirms``: at its end the measured share
     alone decides "met", significant or not. ``latencies``: length in latencies that it measured; ``least_s``:
     minimum length (0: ``requests_s``). ``hopeless_s``: a request in flight for longer has broken a limit.
@@ -78,7 +78,7 @@ class LiveConfig:
     max_s: float | None = None
     ttft_limit_s: float = 0.0
     confidence: float = 0.95
-    thorough: bool = False
+    full_length: bool = False
     confirms: bool = False
     latencies: float = TRIAL_LATENCIES
     least_s: float = 0.0

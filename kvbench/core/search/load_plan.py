@@ -16,7 +16,12 @@ from kvbench.core.records import Cell, Method
 from kvbench.core.scenario.goals import Search
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.core.search.burst import burst_offsets, burst_requests
-from kvbench.core.search.ceiling import FLOOD_LATENCIES, FLOOD_LEAST_S, Flood, plan_flood
+from kvbench.core.search.ceiling import (
+    SATURATION_LATENCIES,
+    SATURATION_LEAST_S,
+    SaturationProbe,
+    plan_saturation,
+)
 from kvbench.core.search.live_config import TurnsLive, trial_length_s
 from kvbench.core.search.sequential_trial import FILLS
 from kvbench.core.sessions.session_load import SessionLoad
@@ -41,8 +46,8 @@ class TrialPlan:
     ``mode``: None is the scenario's. ``twin_of``: number of the trial whose load this one repeats, perhaps
     its own; caches are emptied before. 0: a unique load. ``seed_key``: replaces the cell's lengths in the
     seed. ``searched``: the trial may end once its verdict for ``tier`` is certain. ``latency_s``: of one idle
-    request, 0 if unknown. ``thorough``, ``least_s``: as in ``Probe``. ``requests``: replaces the scenario's
-    load or trace.
+    request, 0 if unknown. ``full_length``, ``least_s``: as in ``Probe``. ``requests``: replaces the load or
+    trace of the scenario.
     """
 
     cell: Cell
@@ -56,7 +61,7 @@ class TrialPlan:
     searched: bool = True
     seed_key: str = ""
     latency_s: float = 0.0
-    thorough: bool = False
+    full_length: bool = False
     least_s: float = 0.0
     requests: tuple[TracedRequest, ...] = ()
     closed: ClosedLoad | None = None
@@ -74,7 +79,7 @@ class TrialPlan:
     @property
     def confirms(self) -> bool:
         """Whether the search pools it: at its time limit its figures count even if inconclusive."""
-        return self.purpose == "confirm" or self.thorough
+        return self.purpose == "confirm" or self.full_length
 
     def seed(self, seed: int) -> int:
         """Return the trial's seed from the run's; a repeated load has the original's. It does not depend on
@@ -89,7 +94,7 @@ class Offered:
 
     offsets_s: NDArray[np.float64]
     requests: Sequence[TracedRequest] | None = None
-    flood: Flood | None = None
+    saturation: SaturationProbe | None = None
     sessions: SessionLoad | None = None
     """Requests of a session load. ``offsets_s`` are then the starts of sessions."""
     turns: TurnsLive | None = None
@@ -126,18 +131,20 @@ def planned(
         return Offered(np.zeros(plan.closed.num_requests))
     if plan.method == "burst":
         offsets = burst_offsets(plan.rate, burstiness, seed)
-        requests = [TracedRequest(each, cell.input_len, cell.output_len) for each in offsets.tolist()]
+        requests = [TracedRequest(offset, cell.input_len, cell.output_len) for offset in offsets.tolist()]
         return Offered(offsets, requests)
     if plan.ceiling and not trace:
-        flood = plan_flood(plan.rate, plan.latency_s, burstiness, seed)
-        return Offered(flood.offsets_s, flood=flood)
+        saturation = plan_saturation(plan.rate, plan.latency_s, burstiness, seed)
+        return Offered(saturation.offsets_s, saturation=saturation)
     n = num_requests(scenario, plan)
     if not trace:
         return Offered(planned_offsets(plan.rate, n, burstiness, seed))
     requests = scaled(trace, request_rate(trace) / plan.rate, n if plan.searched else None)
     offsets = np.array([request.offset_s for request in requests])
-    flood_of = Flood(offsets, 0.0, float(offsets[-1]), plan.latency_s, plan.rate) if plan.ceiling else None
-    return Offered(offsets, requests, flood_of)
+    saturation_of = (
+        SaturationProbe(offsets, 0.0, float(offsets[-1]), plan.latency_s, plan.rate) if plan.ceiling else None
+    )
+    return Offered(offsets, requests, saturation_of)
 
 
 def _planned_sessions(scenario: Scenario, plan: TrialPlan, source: SessionSource) -> Offered:
@@ -163,7 +170,7 @@ def num_requests(scenario: Scenario, plan: TrialPlan) -> int:
         return burst_requests(plan.rate)
     seconds = search.trial_s
     if plan.ceiling:
-        seconds = max(FLOOD_LEAST_S, FLOOD_LATENCIES * plan.latency_s)
+        seconds = max(SATURATION_LEAST_S, SATURATION_LATENCIES * plan.latency_s)
     elif plan.searched:
         seconds = search.max_trial_s or max(seconds, trial_length_s(plan.rate, plan.latency_s, plan.least_s))
     return _within(search, plan.rate * seconds)

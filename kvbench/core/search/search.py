@@ -130,14 +130,14 @@ class RateSearch:
             raise ValueError(f"unknown verdict: {verdict!r}")
         probe = self.ask()
         purpose: Purpose | Literal[""] = ""
-        for known in [probe.rate if probe is not None else rate, *(each.rate for each in self.history)]:
+        for known in [probe.rate if probe is not None else rate, *(trial.rate for trial in self.history)]:
             if math.isclose(rate, known, rel_tol=1e-9):
                 rate = known
                 break
-        thorough = True
+        full_length = True
         if probe is not None and rate == probe.rate:
-            purpose, thorough = probe.purpose, probe.thorough
-        outcome = TrialOutcome(rate, verdict, purpose, measured, thorough, requests)
+            purpose, full_length = probe.purpose, probe.full_length
+        outcome = TrialOutcome(rate, verdict, purpose, measured, full_length, requests)
         self._history = replace(self._history, outcomes=(*self.history, outcome))
         self._pending = None
         if len(self.history) == foreseen_after(self.limits.max_trials):
@@ -177,7 +177,7 @@ class RateSearch:
             if self._ceiling:
                 most = max(CEILING_MOST, self._start)
                 return Probe(history.inside(min(self._start * CEILING_FACTOR, most)), "ceiling")
-            return Probe(self._start, "start", thorough=self._trusted)
+            return Probe(self._start, "start", full_length=self._trusted)
         last = history.outcomes[-1]
         if last.purpose == "ceiling":
             return self._after_ceiling(last)
@@ -198,5 +198,5 @@ class RateSearch:
         return Probe(
             self._history.inside(completed * CEILING_SHARE),
             "start",
-            thorough=self._history.objective is None,
+            full_length=self._history.objective is None,
         )

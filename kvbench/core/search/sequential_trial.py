@@ -175,7 +175,7 @@ class LiveTrial:
         for index in range(self._hopeless, due):
             if math.isnan(self._settled_s[index]):
                 self._settle(index, t_s)
-                self._values[index] = [0.0 if each.kind == "share" else math.inf for each in self.criteria]
+                self._values[index] = [0.0 if goal.kind == "share" else math.inf for goal in self.criteria]
                 self._margins[index] = math.inf
         self._hopeless = due
 
@@ -201,10 +201,10 @@ class LiveTrial:
         found = window, looks
         early = t_s < MET_AFTER * latency_s
         missed = next((look for look in looks if look.verdict == "missed"), None)
-        if missed is not None and (last or not (self.config.thorough and early)):
+        if missed is not None and (last or not (self.config.full_length and early)):
             return self._decide("missed", missed.text, t_s, found)
         met = bool(looks) and all(look.verdict == "met" for look in looks)
-        if met and (last or not (self.config.thorough or early)):
+        if met and (last or not (self.config.full_length or early)):
             return self._decide("met", "; ".join(look.text for look in looks), t_s, found)
         if last and self.config.confirms and looks and all(look.reached for look in looks):
             why = "; ".join(look.text for look in looks)
@@ -254,8 +254,8 @@ class LiveTrial:
 
     def _any_broken(self) -> bool:
         return any(
-            bool((column < 1.0).any() if each.kind == "share" else (column > each.target).any())
-            for each, column in zip(self.criteria, self._values.T, strict=True)
+            bool((column < 1.0).any() if criterion.kind == "share" else (column > criterion.target).any())
+            for criterion, column in zip(self.criteria, self._values.T, strict=True)
         )
 
     # -- criteria ---------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ class LiveTrial:
         n = int(known.sum())
         if n < MIN_REQUESTS:
             return []
-        early = self.config.thorough and not last
+        early = self.config.full_length and not last
         how = Strictness(SECTIONS[n >= SECTIONED_REQUESTS], self._alpha(), 0.0, int(inside.sum()) - n)
         looks = []
         for column, criterion in enumerate(self.criteria):
@@ -309,8 +309,8 @@ class LiveTrial:
             return clump
         waited = np.nan_to_num(self._waited(column), nan=math.inf)
         # The fastest request of the trial, which began without a queue, stands for one without waiting.
-        slack_s = max(limit_s - float(waited.min()), 0.0)
-        longest = max(BUSY_LEAST, BUSY * (self.config.rate * slack_s) ** 2)
+        headroom_s = max(limit_s - float(waited.min()), 0.0)
+        longest = max(BUSY_LEAST, BUSY * (self.config.rate * headroom_s) ** 2)
         return max(clump, min(mean_run(waited[counted] > limit_s), longest))
 
     def _waited(self, column: int) -> FloatArray:
@@ -340,14 +340,14 @@ class LiveTrial:
         if looks:
             worst = min(range(len(looks)), key=lambda index: looks[index].score)
             inside = (self._offsets >= start) & (self._offsets <= end)
-            each = [self._figures(index, look, inside, (start, end)) for index, look in enumerate(looks)]
+            figures = [self._figures(index, look, inside, (start, end)) for index, look in enumerate(looks)]
             n = int(inside.sum())
             measured = replace(
                 measured,
                 n=n,
                 offered_rate=n / (end - start) if end > start else None,
-                **each[worst],
-                criteria=tuple(each) if len(each) > 1 else (),
+                **figures[worst],
+                criteria=tuple(figures) if len(figures) > 1 else (),
             )
         return Decision(verdict, reason, t_s, (start, end), measured)
 
@@ -366,11 +366,11 @@ class LiveTrial:
             float(waited[min(int(at * len(waited)), len(waited) - 1)]) if known else math.inf
             for at in (kept, FAST)
         )
-        slack_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
+        headroom_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
         own_rate = None
         if self.config.turns is None:
-            slack_s = max(slack_s, 0.02 * limit_s)
-            own_rate = queue_rate(self._offsets, self.config.rate, window_s, slack_s, share)
+            headroom_s = max(headroom_s, 0.02 * limit_s)
+            own_rate = queue_rate(self._offsets, self.config.rate, window_s, headroom_s, share)
         return {
             "queue_rate": own_rate,
             "attainment": look.share,

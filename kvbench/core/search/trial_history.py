@@ -85,17 +85,23 @@ class TrialHistory:
     @cached_property
     def tried(self) -> list[TrialOutcome]:
         """Outcomes without ceilings and invalid trials."""
-        return [each for each in self.outcomes if each.purpose != "ceiling" and each.verdict != "invalid"]
+        return [
+            outcome
+            for outcome in self.outcomes
+            if outcome.purpose != "ceiling" and outcome.verdict != "invalid"
+        ]
 
     @cached_property
     def binding(self) -> tuple[TrialOutcome, ...]:
         """All outcomes by the criterion that most often had the lowest score in missed trials."""
-        known = [each for each in self.outcomes if each.measured is not None and each.measured.criteria]
+        known = [
+            outcome for outcome in self.outcomes if outcome.measured is not None and outcome.measured.criteria
+        ]
         if not known:
             return self.outcomes
-        scores = [[row["score"] or 0.0 for row in each.measured.criteria] for each in known if each.measured]
+        scores = [[row["score"] or 0.0 for row in run.measured.criteria] for run in known if run.measured]
         broken = [score for score in scores if min(score) < 0] or scores
-        index = Counter(each.index(min(each)) for each in broken).most_common(1)[0][0]
+        index = Counter(score.index(min(score)) for score in broken).most_common(1)[0][0]
         return tuple(
             replace(outcome, measured=outcome.measured.of_criterion(index)) if outcome.measured else outcome
             for outcome in self.outcomes
@@ -105,9 +111,11 @@ class TrialHistory:
     def points(self) -> list[RatePoint]:
         """Evidence of each trial, without capacities that a full-length trial exceeded: some systems complete
         fewer requests when they are overloaded."""
-        found = [point_of(each, self.limits.attainment) for each in self.binding]
-        met = max((each.rate for each in self.tried if each.verdict == "met" and each.thorough), default=0.0)
-        return [replace(each, capacity=each.capacity_above(met)) for each in found if each is not None]
+        found = [point_of(outcome, self.limits.attainment) for outcome in self.binding]
+        met = max(
+            (trial.rate for trial in self.tried if trial.verdict == "met" and trial.full_length), default=0.0
+        )
+        return [replace(point, capacity=point.capacity_above(met)) for point in found if point is not None]
 
     @cached_property
     def waiting(self) -> Waiting:
@@ -134,8 +142,8 @@ class TrialHistory:
         if self.objective is None or not known or len(known) < len(self.tried):
             return None
         found = replayed(known, self.objective)
-        began_s = accumulate((each.end_s for each in known[:-1]), initial=0.0)
-        early = sum(each < EARLY_S for each in began_s)
+        began_s = accumulate((requests.end_s for requests in known[:-1]), initial=0.0)
+        early = sum(time_s < EARLY_S for time_s in began_s)
         if found is None or not found.objections or early == len(known):
             return found
         later = replayed(known[early:], self.objective)
@@ -186,7 +194,7 @@ class TrialHistory:
             (rate for rate, tally in tallies.items() if tally.last == "met" and rate < below), default=None
         )
         above = 0.0 if lower is None else lower
-        unusable = [rate for rate, each in tallies.items() if not self.usable(each) and above < rate < below]
+        unusable = [rate for rate, row in tallies.items() if not self.usable(row) and above < rate < below]
         return Bracket(lower, upper, min(unusable, default=None), tallies)
 
     def usable(self, tally: RateTally) -> bool:
@@ -214,17 +222,17 @@ class TrialHistory:
         """Return the nearest, then newest met trial at the rate or up to the precision above it."""
         top = rate * (1 + self.limits.precision) * (1 + 1e-9)
         met = [trial for trial in reversed(self.tried) if reached_target(trial) and rate <= trial.rate <= top]
-        return min(met, key=lambda each: each.rate, default=None)
+        return min(met, key=lambda trial: trial.rate, default=None)
 
     def supporting(self, rate: float) -> TrialOutcome | None:
         """Return the highest, then newest met trial at or below the rate."""
         top = rate * (1 + 1e-9)
         met = [trial for trial in reversed(self.tried) if trial.verdict == "met" and trial.rate <= top]
-        return max(met, key=lambda each: each.rate, default=None)
+        return max(met, key=lambda trial: trial.rate, default=None)
 
     def figures(self, rate: float | None) -> dict[str, Any]:
         """Return the curve, and the attainment of the trial that supports the rate."""
-        figures: dict[str, Any] = {"curve": tuple(each.to_json() for each in self.outcomes)}
+        figures: dict[str, Any] = {"curve": tuple(trial.to_json() for trial in self.outcomes)}
         outcome = None if rate is None else self.supporting(rate)
         if outcome is not None and outcome.measured is not None and outcome.measured.n:
             figures.update(

@@ -55,7 +55,7 @@ class Session:
                     yield self.start_s + sent_s, below
 
     def subagent_count(self) -> int:
-        return sum(1 + each.subagent_count() for turn in self.turns for each in turn.subagents)
+        return sum(1 + subagent.subagent_count() for turn in self.turns for subagent in turn.subagents)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,8 +88,8 @@ def prompts_by_time(corpus: Corpus) -> TimedPrompts:
             blocks, nodes = chained(blocks)
             blocks = [block + first for block in blocks]
             first += nodes
-        found += [(sent_s, index, each) for (sent_s, _), each in zip(sent, blocks, strict=True)]
-    found.sort(key=lambda each: each[0])
+        found += [(sent_s, index, block) for (sent_s, _), block in zip(sent, blocks, strict=True)]
+    found.sort(key=lambda row: row[0])
     prompts = [blocks for _, _, blocks in found]
     if corpus.scope == "corpus":
         prompts, _ = chained(prompts)
@@ -101,7 +101,7 @@ def chained(prompts: Sequence[Blocks]) -> tuple[list[Blocks], int]:
     A prefix cache finds a block only after the same blocks; an id with two predecessors becomes two."""
     if not prompts:
         return [], 0
-    lengths = [len(each) for each in prompts]
+    lengths = [len(prompt) for prompt in prompts]
     ends = np.cumsum(lengths)
     every = np.concatenate(prompts) if ends[-1] else np.zeros(0, np.int64)
     _, first, ids = np.unique(every, return_index=True, return_inverse=True)
@@ -166,7 +166,7 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
 
     Blocks with the same last user are the end of that prompt and are consecutive on the stack. So a prompt's
     blocks are a few runs, each of which takes one query of a tree of sums over the prompts."""
-    nodes = 1 + max((int(each.max()) for each in prompts if len(each)), default=-1)
+    nodes = 1 + max((int(prompt.max()) for prompt in prompts if len(prompt)), default=-1)
     user = np.full(nodes, -1, np.int64)  # the last prompt that had this block
     live = _Sums(len(prompts))  # blocks by their last user
     runs: list[tuple[int, int, int]] = []
@@ -185,7 +185,7 @@ def offered_reuse(prompts: Sequence[Blocks]) -> OfferedReuse:
         user[prompt] = index
     table = np.array(runs, np.int64).reshape(-1, 3)
     return OfferedReuse(
-        blocks=sum(len(each) for each in prompts),
+        blocks=sum(len(prompt) for prompt in prompts),
         distinct=int(np.count_nonzero(user >= 0)),
         prompt=table[:, 0],
         depth=table[:, 1],
@@ -268,7 +268,7 @@ class CorpusFigures:
         """Reuse with one cache per session."""
         found = []
         for session in self.corpus.sessions:
-            sent = sorted(session.requests(), key=lambda each: each[0])
+            sent = sorted(session.requests(), key=lambda request: request[0])
             found.append(offered_reuse(chained([turn.blocks for _, turn in sent])[0]))
         return found
 
@@ -280,9 +280,9 @@ class CorpusFigures:
     def capacities(self, tokens: Sequence[int]) -> list[CapacityRow]:
         """Return a row per capacity, the unlimited one last. Partial blocks do not count."""
         rows = []
-        for each in (*tokens, None):
-            blocks = None if each is None else each // self.corpus.block_tokens
-            rows.append(CapacityRow(each, self.share_alone(blocks), self.together.share(blocks)))
+        for capacity in (*tokens, None):
+            blocks = None if capacity is None else capacity // self.corpus.block_tokens
+            rows.append(CapacityRow(capacity, self.share_alone(blocks), self.together.share(blocks)))
         return rows
 
     def usual_capacities(self) -> list[int]:
@@ -290,15 +290,15 @@ class CorpusFigures:
         that holds all."""
         all_of_it = self.together.distinct * self.corpus.block_tokens
         steps = [step * 10**power for power in range(3, 15) for step in (1, 2, 5)]
-        inside = [each for each in steps if all_of_it / 100 <= each < all_of_it]
-        return inside + [each for each in steps if each >= max(1, all_of_it)][:1]
+        inside = [step for step in steps if all_of_it / 100 <= step < all_of_it]
+        return inside + [step for step in steps if step >= max(1, all_of_it)][:1]
 
     def unseen(self) -> list[int]:
         """Prompt tokens of each request that no earlier prompt of its session had: the work that a perfect
         cache of prompts leaves. An answer first appears in the next prompt."""
         found = []
         for session, offered in zip(self.corpus.sessions, self.alone, strict=True):
-            sent = [turn for _, turn in sorted(session.requests(), key=lambda each: each[0])]
+            sent = [turn for _, turn in sorted(session.requests(), key=lambda request: request[0])]
             known = offered.of_prompts(len(sent)).tolist()
             size = self.corpus.block_tokens
             found += [turn.input_len - size * blocks for turn, blocks in zip(sent, known, strict=True)]
@@ -309,12 +309,12 @@ class CorpusFigures:
         sessions = self.corpus.sessions
         shares = [reuse.share() for reuse in self.alone if reuse.blocks]
         columns: dict[str, Sequence[float]] = {
-            "turns": [len(each.turns) for each in sessions],
+            "turns": [len(session.turns) for session in sessions],
             "prompt_tokens": [turn.input_len for turn in self.turns],
             "unseen_tokens": self.unseen(),
             "output_tokens": [turn.output_len for turn in self.turns],
-            "think_time_s": [each.think_time_s for session in sessions for each in session.turns[1:]],
-            "session_s": [each.turns[-1].sent_s for each in sessions],
+            "think_time_s": [turn.think_time_s for session in sessions for turn in session.turns[1:]],
+            "session_s": [session.turns[-1].sent_s for session in sessions],
             "session_reuse": shares,
         }
         return {name: spread(values) for name, values in columns.items() if len(values)}
@@ -322,4 +322,4 @@ class CorpusFigures:
 
 def spread(values: Sequence[float]) -> Spread:
     """Quantiles as numpy's default interpolates them. ``values`` must not be empty."""
-    return Spread(*(float(each) for each in np.quantile(np.asarray(values, float), QUANTILES)))
+    return Spread(*(float(quantile) for quantile in np.quantile(np.asarray(values, float), QUANTILES)))

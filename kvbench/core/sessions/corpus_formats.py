@@ -77,7 +77,7 @@ class CorpusRow:
         value = self.values.get(name)
         if not isinstance(value, list):
             raise InputError(f"{self.where}: {name} must be a list, not {self._quote(name)}")
-        return [CorpusRow.of(each, f"{self.where}, {name}[{index}]") for index, each in enumerate(value)]
+        return [CorpusRow.of(row, f"{self.where}, {name}[{index}]") for index, row in enumerate(value)]
 
     def text(self, name: str) -> str:
         value = self.values.get(name)
@@ -230,7 +230,7 @@ def _join_subagent(
     if not clock.turns or depth >= DEEPEST:
         left.early_subagents += 1
         return
-    first_s = next((at for each in inner if (at := each.seconds("t")) is not None), None)
+    first_s = next((at for request in inner if (at := request.seconds("t")) is not None), None)
     if first_s is None:
         return
     turns = _turns(inner, first_s, block_tokens, left, clock.free_s, depth + 1)
@@ -238,7 +238,7 @@ def _join_subagent(
     name = row.name("agent_id", "subagent_type", otherwise="subagent")
     below = Session(name, max(0.0, first_s - begin_s), turns)
     clock.turns[-1] = replace(before, subagents=(*before.subagents, below))
-    ends = [(each.seconds("t") or 0.0) + (each.seconds("api_time") or 0.0) for each in inner]
+    ends = [(request.seconds("t") or 0.0) + (request.seconds("api_time") or 0.0) for request in inner]
     clock.free_s, clock.measured = max([clock.free_s or 0.0, *ends]), False
 
 
@@ -247,7 +247,7 @@ def _blocks(row: CorpusRow, block_tokens: int, left: _Left) -> Blocks:
     if ids is None:
         left.without_blocks += 1
         return np.zeros(0, np.int64)
-    if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < 2**63 for each in ids):
+    if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 2**63 for block in ids):
         raise InputError(f"{row.where}: hash_ids must be a list of whole numbers of at least 0")
     whole, odd = divmod(row.tokens("in"), block_tokens)
     if len(ids) > whole + bool(odd):
@@ -283,11 +283,11 @@ class _Lengths(NamedTuple):
 def mooncake_corpus(requests: Sequence[TracedRequest]) -> Corpus:
     """Return each request as a session of one turn at its time; block ids show what they share."""
     sessions = []
-    for index, each in enumerate(requests):
-        whole = each.input_len // BLOCK_TOKENS
-        blocks = np.array((each.blocks or ())[:whole], np.int64)
-        turn = Turn(each.input_len, each.output_len, 0.0, 0.0, blocks)
-        sessions.append(Session(str(index), each.offset_s, (turn,)))
+    for index, request in enumerate(requests):
+        whole = request.input_len // BLOCK_TOKENS
+        blocks = np.array((request.blocks or ())[:whole], np.int64)
+        turn = Turn(request.input_len, request.output_len, 0.0, 0.0, blocks)
+        sessions.append(Session(str(index), request.offset_s, (turn,)))
     note = "the trace does not group requests into conversations: each is a session of one turn"
     return Corpus(tuple(sessions), BLOCK_TOKENS, "corpus", (note,))
 
@@ -361,9 +361,9 @@ def _grown(sessions: Sequence[Session], *notes: str) -> Corpus:
 def _session(name: str, start_s: float, lengths: Sequence[_Lengths]) -> Session:
     """Return a session in which answers take no time: only think times are known."""
     turns, sent_s = [], 0.0
-    for each, blocks in zip(lengths, grown_blocks([length[:2] for length in lengths]), strict=True):
-        sent_s += each.think_time_s
-        turns.append(Turn(each.input_len, each.output_len, each.think_time_s, sent_s, blocks))
+    for turn, blocks in zip(lengths, grown_blocks([length[:2] for length in lengths]), strict=True):
+        sent_s += turn.think_time_s
+        turns.append(Turn(turn.input_len, turn.output_len, turn.think_time_s, sent_s, blocks))
     return Session(name, start_s, tuple(turns))
 
 

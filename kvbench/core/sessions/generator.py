@@ -68,9 +68,9 @@ class SessionPlan:
     def _kept(self, turn: int, held: list[Blocks]) -> tuple[Blocks, int]:
         """Return the blocks kept from the latest prompt that is long enough, and the number of new ones. A
         first prompt keeps what its session shares with others, the first of ``held``."""
-        whole, kept = (int(each[turn]) // self.block_tokens for each in (self.input_len, self.kept_len))
+        whole, kept = (int(tokens[turn]) // self.block_tokens for tokens in (self.input_len, self.kept_len))
         kept = len(held[0]) if len(held) == 1 else kept
-        parent = next((each for each in reversed(held) if len(each) >= kept), held[0])
+        parent = next((prompt for prompt in reversed(held) if len(prompt) >= kept), held[0])
         return parent[:kept], whole - kept
 
 
@@ -174,24 +174,26 @@ def fitted_model(corpus: Corpus) -> SessionModel:
     alone = Corpus(tuple(_without_subagents(session) for session in sessions), corpus.block_tokens, "session")
     turns = [turn for session in alone.sessions for turn in session.turns]
     unseen = np.array(CorpusFigures(alone).unseen(), np.int64)
-    input_len = np.array([each.input_len for each in turns], np.int64)
+    input_len = np.array([turn.input_len for turn in turns], np.int64)
     first = np.concatenate([[0], np.cumsum([len(session.turns) for session in sessions])])
     before = np.concatenate([_longest_before(input_len[start:end]) for start, end in pairwise(first)])
     return SessionModel(
         block_tokens=corpus.block_tokens,
         first=first,
-        shared_len=np.array([min(each.shared_len, each.turns[0].input_len) for each in sessions], np.int64),
+        shared_len=np.array(
+            [min(session.shared_len, session.turns[0].input_len) for session in sessions], np.int64
+        ),
         kept_share=np.minimum(1.0, (input_len - unseen) / np.maximum(1, before)),
         unseen_len=unseen,
-        output_len=np.array([each.output_len for each in turns], np.int64),
-        think_time_s=np.array([each.think_time_s for each in turns]),
+        output_len=np.array([turn.output_len for turn in turns], np.int64),
+        think_time_s=np.array([turn.think_time_s for turn in turns]),
         longest=int(input_len.max()),
     )
 
 
 def _without_subagents(session: Session) -> Session:
     turns = [Turn(t.input_len, t.output_len, t.think_time_s, t.sent_s, t.blocks) for t in session.turns]
-    return Session(session.name, session.start_s, tuple(sorted(turns, key=lambda each: each.sent_s)))
+    return Session(session.name, session.start_s, tuple(sorted(turns, key=lambda turn: turn.sent_s)))
 
 
 def _longest_before(input_len: Ints) -> Ints:

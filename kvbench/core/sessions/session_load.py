@@ -46,13 +46,13 @@ class SessionLoad:
     @cached_property
     def session_offsets_s(self) -> NDArray[np.float64]:
         """When each session begins, ascending."""
-        known: NDArray[np.float64] = np.array([each for each in self.offsets_s if not math.isnan(each)])
+        known: NDArray[np.float64] = np.array([offset for offset in self.offsets_s if not math.isnan(offset)])
         return known
 
     def longest_s(self, latency_s: float) -> float:
         """Return the longest session duration if no answer takes longer than ``latency_s``."""
-        each = np.asarray(self.following.think_time_s) + latency_s
-        return float(np.bincount(self.following.session, each).max(initial=0.0))
+        times_s = np.asarray(self.following.think_time_s) + latency_s
+        return float(np.bincount(self.following.session, times_s).max(initial=0.0))
 
     def prompt_tokens(self, sent: Sequence[int]) -> int:
         """Return the tokens in whole blocks of these requests' prompts."""
@@ -87,7 +87,7 @@ class PromptHashes(Sequence[list[int]]):
     def __getitem__(self, index: slice) -> list[list[int]]: ...
     def __getitem__(self, index: int | slice) -> list[int] | list[list[int]]:
         if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
+            return [self[place] for place in range(*index.indices(len(self)))]
         nodes, size = self.load.prompts[index], self.block_tokens
         count = len(nodes) * self.load.block_tokens // size
         # A node stands for all tokens up to its end, so it identifies the tokens before it too.
@@ -119,7 +119,11 @@ class _Drawn:
             self.session.append(number)
             self.turn.append(index)
             self.last.append(False)
-            below = [self.add(each, number, 0.0, (last_index,)) for each in turn.subagents if each.turns]
+            below = [
+                self.add(subagent, number, 0.0, (last_index,))
+                for subagent in turn.subagents
+                if subagent.turns
+            ]
             after = (last_index, *below)
         return last_index
 
@@ -157,7 +161,7 @@ def _nodes(drawn: _Drawn, sessions: Sequence[Session], scope: BlockScope, block_
     for session in sessions:
         copy_of.append(copies.get(id(session), 0))
         copies[id(session)] = copy_of[-1] + 1
-    span = 1 + max((int(each.blocks.max()) for each in drawn.turns if len(each.blocks)), default=0)
+    span = 1 + max((int(turn.blocks.max()) for turn in drawn.turns if len(turn.blocks)), default=0)
     salted = []
     for turn, number in zip(drawn.turns, drawn.session, strict=True):
         salt = number if scope == "session" else copy_of[number]
@@ -213,7 +217,7 @@ def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
         "session": np.asarray(following.session, np.int64),
         "turn": np.asarray(following.turn, np.int64),
         "last": np.asarray(following.last, np.bool_),
-        "after": np.array([each for row in following.after for each in row], np.int64),
+        "after": np.array([number for row in following.after for number in row], np.int64),
         "after_ends": np.cumsum([len(row) for row in following.after], dtype=np.int64),
         "nodes": np.concatenate([*own, np.zeros(0, np.int64)]),
         "nodes_ends": np.cumsum([len(row) for row in own], dtype=np.int64),
@@ -241,7 +245,7 @@ def load_of_arrays(arrays: Arrays) -> SessionLoad:
         arrays["goes_on"].tolist(),
     )
     rows = (load.offsets_s, load.output_len, load.goes_on, load.prompts, *vars(following).values())
-    if not requests or any(len(each) != requests for each in rows):
+    if not requests or any(len(row) != requests for row in rows):
         raise ValueError("its columns have different lengths")
     return load
 
@@ -262,11 +266,11 @@ def session_figures(
     ``found_tokens``: cached tokens of all prompts, if records lack them."""
     begin_s, end_s = window_s
     inside = [record for record in records if begin_s <= record.scheduled_s <= end_s and record.ok]
-    took = [each.session_s for each in inside if each.session_s is not None]
+    took = [record.session_s for record in inside if record.session_s is not None]
     ttft: dict[int, list[float]] = {}
-    for each in inside:
-        if each.ttft_s is not None and each.turn is not None:
-            ttft.setdefault(each.turn, []).append(1e3 * each.ttft_s)
+    for record in inside:
+        if record.ttft_s is not None and record.turn is not None:
+            ttft.setdefault(record.turn, []).append(1e3 * record.ttft_s)
     later = [value for turn, values in ttft.items() if turn for value in values]
     return {
         "begun": len({record.session for record in records if record.session is not None}),

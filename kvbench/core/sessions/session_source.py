@@ -72,7 +72,7 @@ class SessionSource:
 
     @cached_property
     def turns(self) -> list[Turn]:
-        return [turn for each in self.sample for _, turn in each.requests()]
+        return [turn for session in self.sample for _, turn in session.requests()]
 
     @property
     def requests_each(self) -> float:
@@ -82,12 +82,12 @@ class SessionSource:
     @property
     def dispersion(self) -> float:
         """Return variance / mean of the requests over a long time for Poisson sessions: E[k²] / E[k]."""
-        counts = np.array([sum(1 for _ in each.requests()) for each in self.sample], float)
+        counts = np.array([sum(1 for _ in session.requests()) for session in self.sample], float)
         return float((counts**2).mean() / counts.mean())
 
     def filled_s(self, latency_s: float) -> float:
         """Return when sessions end about as fast as they begin, if an answer takes ``latency_s``."""
-        due = [time_s for each in self.sample for time_s in due_times(each, latency_s)]
+        due = [time_s for session in self.sample for time_s in due_times(session, latency_s)]
         return float(np.quantile(due, FILLED))
 
     def load(self, session_rate: float, count: int, burstiness: float, seed: int) -> SessionLoad:

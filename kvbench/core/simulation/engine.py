@@ -202,11 +202,11 @@ class StepEngine:
 
 def use_of(engines: Sequence[StepEngine], until_s: float) -> Use:
     """Return a role's use: means over its engines, maximum of the peaks."""
-    each = [engine.use(until_s) for engine in engines]
-    merged = Use(engines=len(each), slots=each[0].slots)
+    uses = [engine.use(until_s) for engine in engines]
+    merged = Use(engines=len(uses), slots=uses[0].slots)
     for name in Use.__dataclass_fields__:
         if name not in ("engines", "slots"):
-            values = [getattr(one, name) for one in each]
+            values = [getattr(one, name) for one in uses]
             setattr(merged, name, max(values) if name.endswith("_peak") else sum(values) / len(values))
     return merged
 
@@ -281,15 +281,15 @@ class Role:
         stats = [engine.scheduler.stats for engine in self.engines]
         return EngineFigures(
             prompt_tokens=self.prompt_tokens,
-            prefix_queries=sum(each.prefix_queries for each in stats),
-            prefix_hits=sum(each.prefix_hits for each in stats),
+            prefix_queries=sum(stat.prefix_queries for stat in stats),
+            prefix_hits=sum(stat.prefix_hits for stat in stats),
             prompt_tokens_by_source={
                 LOCAL_COMPUTE: self.prompt_tokens - self.cached - self.external,
                 LOCAL_CACHE_HIT: self.cached,
                 EXTERNAL: self.external,
             },
             requests=self.requests,
-            preemptions=sum(each.preemptions for each in stats),
+            preemptions=sum(stat.preemptions for stat in stats),
             kv_transfers=None if moved is None else float(moved.count),
             kv_bytes=None if moved is None else moved.nbytes,
             kv_failures=None if moved is None else 0.0,

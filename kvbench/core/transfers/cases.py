@@ -226,12 +226,12 @@ def build(axes: Axes, backends: Sequence[BackendCapabilities], memory_bytes: int
             left[what, reason] = (
                 Left(what, reason, case, absent) if known is None else replace(known, cases=known.cases + 1)
             )
-    if not cases and not any(each.absent for each in left.values()):
-        reasons = "; ".join(f"{each.what}: {each.reason}" for each in list(left.values())[:4])
+    if not cases and not any(row.absent for row in left.values()):
+        reasons = "; ".join(f"{row.what}: {row.reason}" for row in list(left.values())[:4])
         raise InputError("nothing is left to measure: " + (reasons or "no axis has a value"))
     if axes.protocols and cases and not {case.protocol for case in cases.values()} & set(axes.protocols):
         wanted = ", ".join(axes.protocols)
-        reasons = "; ".join(f"{each.what}: {each.reason}" for each in left.values() if each.case.protocol)
+        reasons = "; ".join(f"{row.what}: {row.reason}" for row in left.values() if row.case.protocol)
         raise InputError(
             f"no backend on this host moves bytes over {wanted}, only baselines are left: {reasons}",
             hint="omit --protocol to measure the available protocols",
@@ -245,7 +245,9 @@ def _chosen(axes: Axes, backends: Sequence[BackendCapabilities]) -> list[Backend
         if name not in known:
             raise InputError(f"unknown transfer backend {name!r}", hint=f"known: {', '.join(sorted(known))}")
     # Optional backends that cannot run here are listed with their reason.
-    names = axes.backends or tuple(each.name for each in backends if not each.optional or each.problem)
+    names = axes.backends or tuple(
+        backend.name for backend in backends if not backend.optional or backend.problem
+    )
     first = [name for name in BASELINES if name in names]
     return [known[name] for name in dict.fromkeys([*first, *names])]
 

@@ -147,7 +147,7 @@ class VllmOptions(EngineOptions):
     @property
     def gpu_memory_share(self) -> float:
         shares = [self.arguments(role).get("gpu-memory-utilization") for role in ("prefill", "decode")]
-        return max((float(each) for each in shares if each), default=super().gpu_memory_share)
+        return max((float(share) for share in shares if share), default=super().gpu_memory_share)
 
     @property
     def kv_block_tokens(self) -> int:
@@ -169,7 +169,7 @@ class VllmOptions(EngineOptions):
     def caches_prefixes(self) -> bool:
         on, off = "enable-prefix-caching", "no-enable-prefix-caching"
         given = [self.arguments(role) for role in ("prefill", "decode")]
-        return any(each[on] is not False and not each.get(off) for each in given)
+        return any(args[on] is not False and not args.get(off) for args in given)
 
     def _number(self, name: str) -> int | None:
         """Return an argument's whole number, or None if unset, in words, or different for P and D."""
@@ -207,7 +207,7 @@ class VllmOptions(EngineOptions):
         single = self.instance_args.get(instance, {})
         given = {
             key.replace("_", "-"): value
-            for each in (self.engine_args, own, single)
-            for key, value in each.items()
+            for args in (self.engine_args, own, single)
+            for key, value in args.items()
         }
         return {**typed, **given}

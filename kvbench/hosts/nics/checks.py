@@ -114,9 +114,9 @@ def _gid_check(machine: Machine) -> Check:
         return Check("gids", "warn", detail, "give its interface an IPv4 address: ip address add … dev …")
     indices = {gid["index"] for gid in best.values() if gid}
     if len(indices) > 1:
-        each = ", ".join(f"{name} {gid['index']}" for name, gid in best.items() if gid)
+        text = ", ".join(f"{name} {gid['index']}" for name, gid in best.items() if gid)
         fix = "leave MC_GID_INDEX, UCX_IB_GID_INDEX, NCCL_IB_GID_INDEX unset: each holds for all devices"
-        return Check("gids", "warn", f"RoCE v2 is not at one index: {each}", fix)
+        return Check("gids", "warn", f"RoCE v2 is not at one index: {text}", fix)
     return Check("gids", "ok", f"RoCE v2 at index {indices.pop()}" if indices else "InfiniBand: index 0")
 
 
@@ -133,8 +133,8 @@ def _mtu_check(machine: Machine) -> Check:
         return Check("mtu", "warn", f"{words}: small packets on a fast NIC", fix)
     sizes = sorted({nic["mtu"] for nic in (of_roce or up) if nic["mtu"]})
     if len(sizes) > 1 and of_roce:
-        each = ", ".join(f"{nic['name']} {nic['mtu']}" for nic in of_roce)
-        return Check("mtu", "warn", f"not the same everywhere: {each}", "ip link set INTERFACE mtu 9000")
+        text = ", ".join(f"{nic['name']} {nic['mtu']}" for nic in of_roce)
+        return Check("mtu", "warn", f"not the same everywhere: {text}", "ip link set INTERFACE mtu 9000")
     return Check("mtu", "ok", " and ".join(str(size) for size in sizes) or "no NIC with a link")
 
 

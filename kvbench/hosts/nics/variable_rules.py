@@ -145,7 +145,7 @@ def _mooncake(machine: Machine, environ: Settings) -> Harms:
         fix = f"ip link set {small[0]} mtu 9000, or lower it"
         yield "MC_MTU", "warn", f"{', '.join(small)} carries less", fix
     address = environ.get("MC_TCP_BIND_ADDRESS", "")
-    own = [each for known in machine.addresses.values() for each in known]
+    own = [ip for known in machine.addresses.values() for ip in known]
     if address and address not in ("0.0.0.0", "::", *own):
         fix = f"one of: {', '.join(own)}"
         yield "MC_TCP_BIND_ADDRESS", "missing", "no interface has this address", fix

@@ -215,7 +215,7 @@ def _mismatch(path: Path) -> str:
 
 def _binary(text: str) -> bool:
     """Whether more than a tenth of the decoded text is invalid or control characters."""
-    odd = sum(each == "\ufffd" or not (each.isprintable() or each.isspace()) for each in text)
+    odd = sum(char == "\ufffd" or not (char.isprintable() or char.isspace()) for char in text)
     return "\0" in text or odd > len(text) / 10
 
 
@@ -303,7 +303,8 @@ def _distinct_names(sources: Sequence[ImportedFile]) -> None:
         prefix = prefix if seen[prefix] == 1 else f"{prefix}#{seen[prefix]}"
         source.reading.rows = [_renamed(row, f"{prefix}/{row.origin.file}") for row in source.reading.rows]
         source.reading.problems = [
-            LeftOut(each.line, each.text, f"{prefix}/{each.file}") for each in source.reading.problems
+            LeftOut(problem.line, problem.text, f"{prefix}/{problem.file}")
+            for problem in source.reading.problems
         ]
 
 
@@ -312,8 +313,8 @@ def _renamed(row: ImportedRow, file: str) -> ImportedRow:
     row.origin = origin
     if isinstance(row, TransferRow):
         row.record.warnings = [
-            TransferWarning(each.kind, each.message, each.advice, {**each.evidence, "file": file})
-            for each in row.record.warnings
+            TransferWarning(warning.kind, warning.message, warning.advice, {**warning.evidence, "file": file})
+            for warning in row.record.warnings
         ]
     return row
 

@@ -142,7 +142,7 @@ def distribution(row: ServingRow, latency: str) -> dict[str, float | None]:
         "p99": None,
         "max": None,
     }
-    if not any(each and each["latency"] == latency for each in map(_STATISTIC.fullmatch, row.figures)):
+    if not any(match and match["latency"] == latency for match in map(_STATISTIC.fullmatch, row.figures)):
         return found
     if latency in ("ttft", "e2el"):
         found["n"] = row.figures.get("completed")
@@ -230,7 +230,7 @@ def _unusable(row: ServingRow) -> dict[str, list[str]]:
                 f"TTFT above E2EL ({statistic} {ttft[statistic]:g} and {e2el[statistic]:g} ms): impossible, "
                 "and which of them is wrong is unknown"
             )
-            found[reason] = [f"{each}_{name}_ms" for name in ("ttft", "e2el") for each in by_latency[name]]
+            found[reason] = [f"{key}_{name}_ms" for name in ("ttft", "e2el") for key in by_latency[name]]
             break
     if zeros := [name for name in _POSITIVE if row.figures.get(name) == 0]:
         found[f"{', '.join(zeros)} of 0 with completed requests: not measured"] = zeros

@@ -241,8 +241,8 @@ LOST: Final = 255
 """Exit status of a process on a lost host, as for ssh."""
 
 _KINDS: Final[Mapping[str, type[KvbenchError]]] = {
-    each.__name__: each
-    for each in (InputError, LaunchError, MissingLibraryError, PortInUseError, ServerError)
+    kind.__name__: kind
+    for kind in (InputError, LaunchError, MissingLibraryError, PortInUseError, ServerError)
 }
 
 

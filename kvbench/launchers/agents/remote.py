@@ -181,7 +181,7 @@ class RemoteLauncher:
         try:
             stop_in_reverse(processes, grace_s)
         finally:
-            wait_while(lambda: any(each.poll() is None for each in processes), ENDED_S, POLL_S)
+            wait_while(lambda: any(process.poll() is None for process in processes), ENDED_S, POLL_S)
             for process in processes:
                 process.release()
         self._fetch_extras({process.host for process in processes})

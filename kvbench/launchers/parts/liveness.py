@@ -143,12 +143,12 @@ class Liveness:
     def __init__(self, processes: Sequence[Process]) -> None:
         # The page need not exist, and causes no work: an engine's health page may generate
         # a token, and a router's queries all servers behind it.
-        specs = [each.spec for each in _local_processes(processes) if each.spec.ready_url]
-        self._heartbeat = Heartbeat({each.name: urljoin(each.ready_url, "/version") for each in specs})
+        specs = [process.spec for process in _local_processes(processes) if process.spec.ready_url]
+        self._heartbeat = Heartbeat({spec.name: urljoin(spec.ready_url, "/version") for spec in specs})
         self._remote: dict[str, list[RemoteProcess]] = {}
-        for each in processes:
-            if isinstance(each, RemoteProcess):
-                self._remote.setdefault(each.host, []).append(each)
+        for process in processes:
+            if isinstance(process, RemoteProcess):
+                self._remote.setdefault(process.host, []).append(process)
         self._families: dict[str, list[int]] = {}
         self._families_at = -math.inf
         self._checked_at = -math.inf
@@ -183,7 +183,7 @@ class Liveness:
         return self._reported() or self._find_stopped(processes, now) or self._find_silent(processes, now)
 
     def _reported(self) -> tuple[Process, str, str] | None:
-        for process in (each for processes in self._remote.values() for each in processes):
+        for process in (process for processes in self._remote.values() for process in processes):
             if process.hung is not None and process.poll() is None:
                 what, fix = process.hung
                 return process, f"on the host {process.host}: {what}", f"on {process.host}: {fix}"

@@ -201,7 +201,7 @@ def parse_job(text: str) -> list[Component]:
         )
     if not components:
         raise LaunchError("Slurm reports nothing about the job", hint="see `squeue --me`")
-    return sorted(components, key=lambda each: each.offset or 0)
+    return sorted(components, key=lambda component: component.offset or 0)
 
 
 def placed(

@@ -228,7 +228,9 @@ def print_checks(
         known = {"checks": [vars(check) for check in checks], **more}
         console.file.write(json.dumps(known, indent=2, default=str) + "\n")
     else:
-        rows = [(MARKS[each.status], each.name, escape(each.detail), escape(each.fix)) for each in checks]
+        rows = [
+            (MARKS[check.status], check.name, escape(check.detail), escape(check.fix)) for check in checks
+        ]
         console.print(folding_table(("", "what", "finding", "fix"), rows))
     return EXIT_FAILED if any(check.status == "missing" for check in checks) else EXIT_OK
 
@@ -237,7 +239,7 @@ def folding_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
     """Return a rich table without lines, with folding cells."""
     from rich.table import Column, Table
 
-    table = Table(*(Column(each, overflow="fold") for each in titles), box=None, pad_edge=False)
+    table = Table(*(Column(title, overflow="fold") for title in titles), box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     return table

@@ -106,7 +106,9 @@ def examine(scenario: Scenario, plan: Plan, fleet: Fleet) -> list[Check]:
 def connector_checks(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Iterator[Check]:
     deployment = scenario.deployment
     for planned in plan.deployments:
-        if name not in {host for each in planned.instances for host in deployment.nodes_of(each.name)}:
+        if name not in {
+            host for instance in planned.instances for host in deployment.nodes_of(instance.name)
+        }:
             continue
         problem = agent.ask(
             "unusable",
@@ -129,8 +131,8 @@ def _host(
     offset_s = float(hello["unix_s"]) - agent.seen_unix_s
     fix = "timestamps in logs will differ; results are not affected"
     yield Check.of(f"{name} clock", abs(offset_s) <= NOTABLE_S, f"{offset_s:+.3f} s from here", fix)
-    nics = {str(each["name"]): each for each in environment.get("nics") or ()}
-    devices = {str(each.get("name")) for each in environment.get("rdma") or ()}
+    nics = {str(device["name"]): device for device in environment.get("nics") or ()}
+    devices = {str(device.get("name")) for device in environment.get("rdma") or ()}
     for nic in host.nics:
         present = nic in nics or nic in devices
         down = present and nics.get(nic, {}).get("operstate") == "down"
@@ -156,7 +158,7 @@ def _host(
 
 def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Check GPUs per process of the largest deployment, or report the missing number."""
-    most = max(plan.deployments, key=lambda each: len(each.instances))
+    most = max(plan.deployments, key=lambda deployment: len(deployment.instances))
 
     def dealt() -> str:
         given = far_device_env(scenario, most, answers)
@@ -186,15 +188,15 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
     deployment = scenario.deployment
     wanted = {
         port
-        for each in plan.deployments
-        for instance in each.instances
+        for part in plan.deployments
+        for instance in part.instances
         for nodes in [deployment.nodes_of(instance.name)]
         for node, host in enumerate(nodes)
         if host == name
         for port in instance.ports_on(node, len(nodes))
     }
     if deployment.roles.host_of("router") == name:
-        wanted |= {port for each in plan.deployments for port in (each.router_port or 0, *each.service_ports)}
+        wanted |= {port for part in plan.deployments for port in (part.router_port or 0, *part.service_ports)}
     wanted -= {0}
     address = deployment.hosts[name].address
 
@@ -208,10 +210,10 @@ def _ports(scenario: Scenario, plan: Plan, name: str, agent: AgentClient) -> Ite
 
 def _library_checks(environments: Mapping[str, Mapping[str, Any]]) -> Iterator[Check]:
     """Compare library versions across hosts."""
-    libraries = {name: each.get("libraries") or {} for name, each in environments.items()}
+    libraries = {name: environment.get("libraries") or {} for name, environment in environments.items()}
     differ = []
-    for library in dict.fromkeys(key for each in libraries.values() for key in each):
-        versions = {name: each.get(library) for name, each in libraries.items()}
+    for library in dict.fromkeys(key for versions in libraries.values() for key in versions):
+        versions = {name: packages.get(library) for name, packages in libraries.items()}
         if len(set(versions.values())) > 1:
             listing = ", ".join(f"{name}: {version or 'none'}" for name, version in versions.items())
             differ.append(f"{library} ({listing})")

@@ -197,10 +197,16 @@ def gpu_count_check(scenario: Scenario, plan: Plan, listed: list[dict[str, Any]]
 
     def dealt() -> str:
         require_gpus(plan, listed)
-        most = max(plan.deployments, key=lambda each: len(each.instances))
-        cards = "; ".join(f"{each.name}: {','.join(each.devices)}" for each in most.instances if each.devices)
+        most = max(plan.deployments, key=lambda deployment: len(deployment.instances))
+        cards = "; ".join(
+            f"{instance.name}: {','.join(instance.devices)}"
+            for instance in most.instances
+            if instance.devices
+        )
         deployed = scenario.deployed(most.label)
-        ranks = " or ".join(map(str, sorted({deployed.ranks_of(each.name).gpus for each in most.instances})))
+        ranks = " or ".join(
+            map(str, sorted({deployed.ranks_of(instance.name).gpus for instance in most.instances}))
+        )
         detail = f"{len(most.instances)} instances × {ranks} ranks, {len(listed)} GPUs here"
         return f"{detail}; {cards}" if cards else detail
 
@@ -234,8 +240,8 @@ def gpu_memory_check(scenario: Scenario, gpu_bytes: int) -> Check:
 
 def _fewest_ranks(scenario: Scenario) -> int:
     """Fewest GPUs that share one model's weights and KV, over all connectors."""
-    deployed = [scenario.deployed(each.label) for each in scenario.connectors]
-    found = [each.ranks_of(f"{role}-0") for each in deployed for role in ("prefill", "decode", "aggregated")]
+    deployed = [scenario.deployed(connector.label) for connector in scenario.connectors]
+    found = [site.ranks_of(f"{role}-0") for site in deployed for role in ("prefill", "decode", "aggregated")]
     return min(ranks.tensor * ranks.pipeline for ranks in found)
 
 

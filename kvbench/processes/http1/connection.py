@@ -362,7 +362,7 @@ async def serve(handler: Handler, host: str, port: int, *, listening: Sequence[s
         return Connection(handler, connections)
 
     if listening:
-        servers = [await loop.create_server(accept, sock=each, backlog=BACKLOG) for each in listening]
+        servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in listening]
         return Server(servers, listening[0].getsockname()[1], connections)
     try:
         server = await loop.create_server(accept, host, port, backlog=BACKLOG, reuse_address=True)

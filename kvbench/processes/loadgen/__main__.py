@@ -114,12 +114,12 @@ def warm(spec: LoadSpec, requests: int, seconds: float, pools: Sequence[Connecti
     if not requests:
         return
     streams = spec.expected_streams(requests, seconds)
-    each = -(-streams // len(pools))
-    count = descriptors_for(each * len(pools)) // len(pools)
+    share = -(-streams // len(pools))
+    count = descriptors_for(share * len(pools)) // len(pools)
     for pool in pools:
-        if (error := pool.warm(min(each, max(1, count)))) is not None:
+        if (error := pool.warm(min(share, max(1, count)))) is not None:
             # The trial's requests will meet and record the same error.
-            log.warning("cannot open %d connections to %s beforehand: %s", each, pool.server.url, error)
+            log.warning("cannot open %d connections to %s beforehand: %s", share, pool.server.url, error)
 
 
 def descriptors_for(streams: int) -> int:

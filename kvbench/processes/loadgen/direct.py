@@ -142,7 +142,7 @@ class DirectDispatch:
             raise InputError(
                 f"the spec: connector {self.connector.name!r} needs a bootstrap_url for each prefill"
             )
-        return [DirectBackend(role, each, loop) for each in found]
+        return [DirectBackend(role, server, loop) for server in found]
 
     @property
     def pools(self) -> list[ConnectionPool]:

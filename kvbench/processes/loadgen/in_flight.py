@@ -90,13 +90,13 @@ class InFlightRequest:
 
     def end(self, failure: Failure, http_request: HttpRequest | None = None) -> None:
         """End the request: no connection, past its deadline, cancelled, closed early."""
-        for each in self.http_requests:
-            each.take_all()  # the rest may show that it has ended
+        for request in self.http_requests:
+            request.take_all()  # the rest may show that it has ended
         if self.over:
             return
         self.failure, self.failed_request = failure, http_request
-        for each in self.http_requests:
-            each.drop()
+        for request in self.http_requests:
+            request.drop()
         self._end()
 
     def _end(self) -> None:
@@ -111,7 +111,7 @@ class InFlightRequest:
         """Return the record, with times in seconds since ``start_s``."""
         record, http_request = self.record, self.stream
         start_ns = int(start_s * 1e9)
-        first_ns = min((each.sent_ns for each in self.http_requests if each.sent_ns), default=None)
+        first_ns = min((request.sent_ns for request in self.http_requests if request.sent_ns), default=None)
         record.sent_s = relative_s(first_ns, start_ns)
         first_http_request = self.first_http_request()
         record.sent_kernel_s = relative_s(

@@ -211,7 +211,7 @@ def prepare(spec: LoadSpec, plan: Iterable[PlannedRequest], server: ServerAddres
 def plant_canaries(spec: LoadSpec, plan: Sequence[PlannedRequest]) -> list[PlannedRequest]:
     """Set the prompts of the plan's canaries; return this worker's spares. Raises InputError."""
     known, encode = CanarySpec.of(spec.canaries), prompt_encoder(spec)
-    numbers = {each[0]: each[1] for each in known.at}
+    numbers = {pair[0]: pair[1] for pair in known.at}
 
     def encoded(number: int, input_len: int) -> bytes:
         tokens = canary_prompt(input_len, known.seed, number, spec.vocab_size)

@@ -353,15 +353,15 @@ class LoadRun:
             http_request = request.stream
             if http_request is not None and http_request.log:
                 self.take_soon(http_request)
-        for http_request in [each for each in self._close if each.ended]:
+        for http_request in [stream for stream in self._close if stream.ended]:
             self._close.discard(http_request)
         for http_request in self._close:
             if http_request.log:
                 self.take_soon(http_request)
 
     def _take_in_early(self) -> None:
-        reading = [each for request in self._in_flight for each in request.http_requests if each.log]
-        excess = sum(each.log.held for each in reading) - PENDING_BYTES
+        reading = [stream for request in self._in_flight for stream in request.http_requests if stream.log]
+        excess = sum(stream.log.held for stream in reading) - PENDING_BYTES
         self._behind = excess > PENDING_BYTES
         if excess > 0:
             average = (excess + PENDING_BYTES) / len(reading)

@@ -104,7 +104,7 @@ class SessionPrompts:
     def prepare(self) -> None:
         """Encode what is known before any answer, first the prompts that need none."""
         count, reserved = 0, self._answer_blocks()
-        waits = [bool(each) for each in self._load.following.after]
+        waits = [bool(row) for row in self._load.following.after]
         for place in sorted(range(len(waits)), key=waits.__getitem__):
             nodes = self._own[place]
             for node in self._fill(nodes[~reserved[nodes]]):
@@ -173,8 +173,8 @@ class SessionPrompts:
         if missing:
             size = self._load.block_tokens
             tokens = self._tokens.of(np.array(missing), size)
-            for node, each in zip(missing, _rows(self._encode(tokens.ravel()), size), strict=True):
-                self._encoded[node] = each
+            for node, row in zip(missing, _rows(self._encode(tokens.ravel()), size), strict=True):
+                self._encoded[node] = row
         return missing
 
 
@@ -252,8 +252,8 @@ class SessionSchedule:
         if self._load.following.last[place] and begun_s is not None:
             record.session_s = answered_s - begun_s
         due = self._sends.answered(place, answered_s)
-        for each in due:
-            heapq.heappush(self._due, each)
+        for turn in due:
+            heapq.heappush(self._due, turn)
         return bool(due)
 
     def beat(self, now_s: float) -> None:

@@ -120,8 +120,8 @@ class LoadSpec:
 
     def _offsets_fit(self) -> bool:
         numbers = all(
-            isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each < math.inf
-            for each in self.offsets_s
+            isinstance(offset, (int, float)) and not isinstance(offset, bool) and 0 <= offset < math.inf
+            for offset in self.offsets_s
         )
         return (
             numbers and len(self.offsets_s) == self.num_requests and sorted(self.offsets_s) == self.offsets_s
@@ -153,8 +153,8 @@ class CanarySpec:
         if data is None:
             return cls(0, [])
         spec = parse_spec(cls, data, "the spec's canaries")
-        pairs = all(isinstance(each, list) and len(each) == 2 for each in spec.at)
-        numbers = [number for each in spec.at for number in each] if pairs else [-1]
-        if not all(type(each) is int and each >= 0 for each in [*numbers, *spec.spares]):
+        pairs = all(isinstance(pair, list) and len(pair) == 2 for pair in spec.at)
+        numbers = [number for pair in spec.at for number in pair] if pairs else [-1]
+        if not all(type(number) is int and number >= 0 for number in [*numbers, *spec.spares]):
             raise InputError("the spec's canaries: `at` has pairs of whole numbers, `spares` whole numbers")
         return spec

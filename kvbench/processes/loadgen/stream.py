@@ -260,7 +260,7 @@ def token_ids_in(choices: Any) -> list[int]:
     found: list[int] = []
     for choice in choices if isinstance(choices, list) else ():
         ids = choice.get("token_ids") if isinstance(choice, dict) else None
-        if isinstance(ids, list) and all(type(each) is int and 0 <= each < MAX_TOKENS for each in ids):
+        if isinstance(ids, list) and all(type(token) is int and 0 <= token < MAX_TOKENS for token in ids):
             found += ids
     return found
 

@@ -86,8 +86,8 @@ def several_processes(spec: RouterSpec) -> int:
     # A signal during the fork would end one worker with another exit code, and then all.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
     workers = fork(spec.processes, work)
-    for each in sockets:
-        each.close()
+    for listener in sockets:
+        listener.close()
     return run(NAME, lambda stop: watch(workers, stop))
 
 

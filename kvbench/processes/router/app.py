@@ -237,9 +237,9 @@ class RoutedRequest:
 
     def _end(self, error: str) -> None:
         self._over = True
-        for each in (self._prefill, self._decode):
-            if each is not None:
-                each.drop()
+        for request in (self._prefill, self._decode):
+            if request is not None:
+                request.drop()
         if self._lying is not None:
             self._lying.cancel()
         self._prefill = self._decode = self._lying = None  # break reference cycles

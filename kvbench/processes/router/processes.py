@@ -34,13 +34,13 @@ def listening_sockets(host: str, port: int, count: int) -> list[socket.socket]:
             probe.bind(address)
             address = probe.getsockname()
         for _ in range(count):
-            each = _socket(family)
-            found.append(each)
-            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            each.bind(address)
+            sock = _socket(family)
+            found.append(sock)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            sock.bind(address)
     except OSError as error:
-        for each in found:
-            each.close()
+        for sock in found:
+            sock.close()
         if error.errno == errno.EADDRINUSE:
             raise PortInUseError.at(host, port) from error
         raise InputError(f"the spec: cannot listen on {host}:{port}: {error}") from error

@@ -51,7 +51,7 @@ class Peers:
     @property
     def due(self) -> float:
         """The first deadline of an active connect (monotonic); infinite without one."""
-        return min((each.deadline for each in self._connecting.values()), default=float("inf"))
+        return min((connecting.deadline for connecting in self._connecting.values()), default=float("inf"))
 
     def layout_of(self, peer: str) -> Layout:
         """Return a peer's layout. Raises TransferError if no transfer to it can start."""

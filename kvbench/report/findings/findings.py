@@ -73,12 +73,12 @@ def _elapsed_s(trials: Sequence[TrialRecord]) -> float | None:
     """Return the time between the first and the last trial's start, on the virtual clock if there is one."""
     if len(trials) < 2:
         return None
-    virtual = [finite(each.engine.get("starts_at_s")) for each in (trials[0], trials[-1])]
+    virtual = [finite(edge.engine.get("starts_at_s")) for edge in (trials[0], trials[-1])]
     if virtual[0] is not None and virtual[1] is not None:
         return virtual[1] - virtual[0]
     try:
         first, last = (
-            datetime.fromisoformat(each.started_at.replace("Z", "+00:00")) for each in (trials[0], trials[-1])
+            datetime.fromisoformat(edge.started_at.replace("Z", "+00:00")) for edge in (trials[0], trials[-1])
         )
     except ValueError:
         return None
@@ -135,7 +135,7 @@ MIN_REPEATS: Final = next(n for n in range(1, 10) if separation_p_value(n, n) <=
 def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
     for group in groups:
         if group.name == name:
-            yield from (each.trial.trial_id for each in group.trials)
+            yield from (trial.trial.trial_id for trial in group.trials)
 
 
 def _fault_comparisons(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:
@@ -144,7 +144,8 @@ def _fault_comparisons(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]
         if one.name != other.name or one.rate != other.rate or one.cell.input_len != other.cell.input_len:
             continue
         losses = [
-            [each.cost.goodput_lost for each in group.trials if each.cost.was_held] for group in (one, other)
+            [trial.cost.goodput_lost for trial in group.trials if trial.cost.was_held]
+            for group in (one, other)
         ]
         if not all(losses) or separation_p_value(*map(len, losses)) > SIGNIFICANCE_LEVEL:
             continue
@@ -209,7 +210,7 @@ def by_kind(found: Sequence[Statement]) -> dict[str, list[Statement]]:
 
 
 def as_notes(found: Iterable[Statement]) -> list[Note]:
-    return [Note(each.text, each.advice) for each in found]
+    return [Note(statement.text, statement.advice) for statement in found]
 
 
 REFUSED: Final = "refused"
@@ -280,13 +281,13 @@ def disturbances(run: RunFolder) -> Iterable[Statement]:
         ]
         if not found:
             continue
-        _, worst = max(found, key=lambda each: float((each[1].evidence or {}).get("other_cpu_share") or 0.0))
+        _, worst = max(found, key=lambda pair: float((pair[1].evidence or {}).get("other_cpu_share") or 0.0))
         where = dict.fromkeys(f"{trial.cell.connector} at {trial.cell.input_len:,}" for trial, _ in found)
         text = f"{_invalid(run, len(found))} because of {gate} ({'; '.join(where)})"
         yield Statement(
             "suspicious", gate, f"{text}: {worst.message}", worst.advice, "warning",
             tuple(trial.trial_id for trial, _ in found),
-            {trial.trial_id: each.evidence for trial, each in found},
+            {trial.trial_id: finding.evidence for trial, finding in found},
         )  # fmt: skip
 
 
@@ -314,7 +315,7 @@ def gate_warnings(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
         yield Statement(
             "suspicious", gate, f"{gate} ({listed}): {last}{finding.message}", finding.advice, "warning",
             tuple(trial.trial_id for trial, _ in flagged),
-            {trial.trial_id: each.evidence for trial, each in flagged},
+            {trial.trial_id: flag.evidence for trial, flag in flagged},
         )  # fmt: skip
 
 

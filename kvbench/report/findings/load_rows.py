@@ -160,9 +160,11 @@ def _axes(run: RunFolder, trial: TrialRecord, settings: Mapping[str, Any], name:
 
 def _connector_options(run: RunFolder, label: str) -> Mapping[str, Any]:
     connectors = resolved(run, "connectors")
-    for each in connectors if isinstance(connectors, Sequence) and not isinstance(connectors, str) else ():
-        if isinstance(each, Mapping) and label in (each.get("label"), each.get("name")):
-            return each
+    for connector in (
+        connectors if isinstance(connectors, Sequence) and not isinstance(connectors, str) else ()
+    ):
+        if isinstance(connector, Mapping) and label in (connector.get("label"), connector.get("name")):
+            return connector
     return {}
 
 
@@ -199,7 +201,7 @@ def _prefill_hardware(run: RunFolder, settings: Mapping[str, Any]) -> str:
     if hardware:
         return str(hardware)
     gpus = run.environment.get("gpus")
-    names = [str(each.get("name") if isinstance(each, Mapping) else each) for each in gpus or ()]
+    names = [str(gpu.get("name") if isinstance(gpu, Mapping) else gpu) for gpu in gpus or ()]
     if len(set(names)) != 1:
         return ""
     tp = settings.get("tp")
@@ -238,7 +240,7 @@ def _errors(read: Mapping[str, np.ndarray[Any, Any]]) -> Mapping[str, float]:
 def claims_of(run: RunFolder) -> list[Claim]:
     imported = run.manifest.get("imported")
     given = (imported.get("claims") if isinstance(imported, Mapping) else None) or ()
-    return read_claims(each for each in given if isinstance(each, Mapping))
+    return read_claims(claim for claim in given if isinstance(claim, Mapping))
 
 
 def conclusions(runs: Sequence[RunFolder], names: Sequence[str] = (), by: str = "") -> list[Statement]:
@@ -272,10 +274,10 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
         where = f"{input_len:,} in, {output_len:,} out"
         parts = group_pairs(group)
         if parts.ordered:
-            text = f"{where}: highest request rate, {'; '.join(each.text() for each in parts.ordered)}"
+            text = f"{where}: highest request rate, {'; '.join(pair.text() for pair in parts.ordered)}"
             found.append(Statement("ahead", "rate_ahead", text, evidence=_evidence(parts.ordered)))
         if parts.alike:
-            names = "; ".join(f"{each.ahead} or {each.behind}" for each in parts.alike)
+            names = "; ".join(f"{pair.ahead} or {pair.behind}" for pair in parts.alike)
             text = (
                 f"{where}: highest request rate, {names}: no significant difference, neither is higher "
                 f"with a probability of {AHEAD:.0%}"
@@ -294,7 +296,7 @@ def searched(rows: Sequence[Row]) -> list[Statement]:
 
 
 def _evidence(pairs: Sequence[RatePair]) -> dict[str, Any]:
-    return {"pairs": [vars(each) for each in pairs]}
+    return {"pairs": [vars(pair) for pair in pairs]}
 
 
 __all__ = [

@@ -79,7 +79,7 @@ def notes(run: RunFolder, rows: Sequence[Row], *, gates: bool = True) -> list[No
 def warnings(run: RunFolder, rows: Sequence[Row], found: Sequence[Statement]) -> list[Note]:
     """Return the notes that report a problem: the warnings among the findings, then those of folder and
     setup. The terminal counts them, and the report lists them."""
-    suspicious = as_notes(each for each in found if each.kind == "suspicious")
+    suspicious = as_notes(statement for statement in found if statement.kind == "suspicious")
     return [*suspicious, *map(Note, run.warnings), *_setup_notes(run, rows)]
 
 
@@ -113,7 +113,7 @@ def status_lines(run: RunFolder) -> Iterator[str]:
 
 def notes_of_load(run: RunFolder, rows: Sequence[Row]) -> list[Note]:
     """Return the caveats of one load that neither its block nor its title states."""
-    mark, refused_cells = mark_of(run), {each.cell for each in run.all_trials if each.verdict == "invalid"}
+    mark, refused_cells = mark_of(run), {trial.cell for trial in run.all_trials if trial.verdict == "invalid"}
     return [
         *(note for note in _state(run) if mark is None or mark.why not in note.text),
         *_not_measured(run),
@@ -253,9 +253,9 @@ def ahead(rows: Sequence[Row]) -> list[str]:
     for (input_len, output_len), group in groups.items():
         where = f"{input_len:,} in" + (f", {output_len:,} out" if several else "")
         parts = group_pairs(group)
-        sentences = [each.text() for each in parts.ordered]
+        sentences = [pair.text() for pair in parts.ordered]
         if parts.alike:
-            names = (f"{each.ahead} and {each.behind}" for each in parts.alike)
+            names = (f"{pair.ahead} and {pair.behind}" for pair in parts.alike)
             sentences.append(f"no significant difference: {', '.join(names)}")
         lines.append(f"{where}: {'; '.join([*sentences, *withheld_texts(parts)])}")
     return lines
@@ -285,9 +285,9 @@ def noise_power(run: RunFolder) -> float | None:
     """Return the share of wrong answers that the run's noise tests detect with 95 % probability in one of its
     trials, or None if no noise test ran."""
     canaries = [trial.engine.get("canaries") or {} for trial in run.all_trials]
-    tested = [each for each in canaries if each.get("noise_test")]
+    tested = [canary for canary in canaries if canary.get("noise_test")]
     return (
-        found_in_any([(each["checked"], each["noise_test"]["refused_from"]) for each in tested])
+        found_in_any([(canary["checked"], canary["noise_test"]["refused_from"]) for canary in tested])
         if tested
         else None
     )
@@ -307,7 +307,7 @@ def checked_lines(run: RunFolder) -> Iterator[str]:
     yield f"answers under load: {total.text()}{noise_text}"
     cells = [(result, Tally.from_json(result.canaries)) for result in run.cells]
     if len(cells) > 1:
-        tallies = [(each.cell.key, tally) for each, tally in cells if tally.checked]
+        tallies = [(result.cell.key, tally) for result, tally in cells if tally.checked]
         if len(tallies) > MOST_CELLS:
             tallies = [(key, tally) for key, tally in tallies if tally.wrong]
         yield from (f"  {key}: {tally.text()}" for key, tally in tallies)
@@ -320,7 +320,7 @@ def answer_counts(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> Table | N
     """Return the table of checked answers, or None if nothing was checked. ``sides``: names and runs; the
     counts of a side's runs are added."""
     rows = [_row("all", [sum((run_tally(run) for run in runs), Tally()) for _, runs in sides])]
-    cells = list(dict.fromkeys(each.cell for _, runs in sides for run in runs for each in run.cells))
+    cells = list(dict.fromkeys(cell.cell for _, runs in sides for run in runs for cell in run.cells))
     for cell in cells if len(cells) > 1 else ():
         tallies = [sum((cell_tally(run, cell) for run in runs), Tally()) for _, runs in sides]
         rows.append(_row(_cell_name(cell), tallies))

@@ -22,7 +22,7 @@ _ELSEWHERE: Final = frozenset({"bytes_elsewhere", "idle_nics", "other_transport"
 
 
 def answers(records: Sequence[TransferRecord]) -> list[str]:
-    return [each.text for each in transfer_statements(records)]
+    return [statement.text for statement in transfer_statements(records)]
 
 
 def transfer_statements(records: Sequence[TransferRecord]) -> list[Statement]:
@@ -143,10 +143,10 @@ def _descriptors(records: Sequence[TransferRecord]) -> Iterator[str]:
     for record in records:
         p50 = call_times(record.call_s).p50
         if record.case.shape and record.case.backend not in LIMITS and p50 is not None:
-            each = size_text(record.nbytes // max(1, record.descriptors))
+            size = size_text(record.nbytes // max(1, record.descriptors))
             yield (
                 f"{record.case.shape}: {way_text(record.case)} {record.case.op} takes {time_text(p50)} "
-                f"in {record.descriptors} descriptors of {each}, {number(record.gb_per_s)} GB/s"
+                f"in {record.descriptors} descriptors of {size}, {number(record.gb_per_s)} GB/s"
             )
 
 

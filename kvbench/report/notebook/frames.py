@@ -273,12 +273,12 @@ def findings(run: RunFolder) -> pd.DataFrame:
             {
                 "kind": "transfer",
                 "level": "warning",
-                "gate": each.kind,
+                "gate": warning.kind,
                 "trial_id": record.case.key,
                 "connector": record.case.backend,
             }
-            | {"message": each.message, "advice": each.advice}
-            for each in record.warnings
+            | {"message": warning.message, "advice": warning.advice}
+            for warning in record.warnings
         ]
     rows += [
         {

@@ -102,7 +102,11 @@ class Plots:
     def __iter__(self) -> Iterator[str]:
         """Yield the names of the pictures that the run has data for."""
         return iter(
-            [name for name, each in self._pictures().items() if each.draw(self._folder, "light") is not None]
+            [
+                name
+                for name, picture in self._pictures().items()
+                if picture.draw(self._folder, "light") is not None
+            ]
         )
 
     def _pictures(self) -> Mapping[str, Picture]:
@@ -424,16 +428,16 @@ def _offered(found: Iterable[Pair]) -> Iterator[dict[str, Any]]:
         names = {"place": pair.place, "one": pair.one, "other": pair.other}
         if pair.unequal:
             yield {"figure": "", **names, "told": False, "text": f"inconclusive: {pair.reason()}"}
-        for each in pair.ratios:
-            significant = each.significant and not pair.why_not
+        for ratio in pair.ratios:
+            significant = ratio.significant and not pair.why_not
             yield {
-                "figure": each.figure,
+                "figure": ratio.figure,
                 **names,
-                "ratio": each.ratio,
-                "low": each.low,
-                "high": each.high,
+                "ratio": ratio.ratio,
+                "low": ratio.low,
+                "high": ratio.high,
                 "told": significant,
-                "text": each.text() if significant else f"inconclusive: {pair.reason()}",
+                "text": ratio.text() if significant else f"inconclusive: {pair.reason()}",
             }
 
 

@@ -44,9 +44,9 @@ SHOWN: Final[Mapping[str, str]] = {
 def faults_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Draw a column of panels per pair and a row per fault, or None without faults."""
     groups = fault_groups(run)
-    cells = list(dict.fromkeys(each.cell for each in groups))[:FAULT_COLUMNS_MOST]
-    names = list(dict.fromkeys(each.name for each in groups))[:LINES_MOST]
-    by_place: dict[tuple[str, Cell], FaultGroup] = {(each.name, each.cell): each for each in groups}
+    cells = list(dict.fromkeys(fault.cell for fault in groups))[:FAULT_COLUMNS_MOST]
+    names = list(dict.fromkeys(fault.name for fault in groups))[:LINES_MOST]
+    by_place: dict[tuple[str, Cell], FaultGroup] = {(fault.name, fault.cell): fault for fault in groups}
     if not groups:
         return None
     palette, slo = PALETTES[theme], slo_of(run).main()
@@ -115,9 +115,9 @@ def _mean_rates(
         outcomes = _outcomes(run, trial, slo, shift * BIN_S - struck_s)
         if not outcomes:
             continue
-        last_s = max(each.due_s for each in outcomes)
-        for index, each in enumerate(goodput_bins(outcomes, BIN_S, last_s)):
-            sums.setdefault(index - shift, []).append(each.fates)
+        last_s = max(outcome.due_s for outcome in outcomes)
+        for index, slot in enumerate(goodput_bins(outcomes, BIN_S, last_s)):
+            sums.setdefault(index - shift, []).append(slot.fates)
     if not sums:
         return None
     indices = sorted(sums)[1:]  # the first one is cut by the load's start
@@ -135,22 +135,22 @@ def _outcomes(run: RunFolder, trial: InjectedFault, slo: Slo, later_s: float) ->
     except StoreError:
         return []
     known = outcomes_of(records, slo, trial.record.get("wrong_ids") or ())
-    return [replace(each, due_s=each.due_s + later_s) for each in known]
+    return [replace(outcome, due_s=outcome.due_s + later_s) for outcome in known]
 
 
 def _median_since(trials: Iterable[InjectedFault], key: str) -> float | None:
     return _median(
-        float(each.record[key]) - float(each.record["struck_s"])
-        for each in trials
-        if each.record.get(key) is not None
+        float(trial.record[key]) - float(trial.record["struck_s"])
+        for trial in trials
+        if trial.record.get(key) is not None
     )
 
 
 def _median_again(trials: Iterable[InjectedFault]) -> float | None:
     known = [
-        (again.get("ready_s"), each.record["struck_s"])
-        for each in trials
-        if (again := each.record.get("again")) is not None
+        (again.get("ready_s"), trial.record["struck_s"])
+        for trial in trials
+        if (again := trial.record.get("again")) is not None
     ]
     return _median(float(ready) - float(struck) for ready, struck in known if ready is not None)
 
@@ -198,7 +198,7 @@ PANELS: Final = (
 def soak_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) -> Figure | None:
     """Draw a row of panels per metric, or None without windows."""
     series = soak_series(run)
-    cells = list(dict.fromkeys(each.cell for each in series))[:SOAK_COLUMNS_MOST]
+    cells = list(dict.fromkeys(curve.cell for curve in series))[:SOAK_COLUMNS_MOST]
     if not cells:
         return None
     palette = PALETTES[theme]
@@ -210,7 +210,7 @@ def soak_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = None) 
         for line, (axes, (label, names)) in enumerate(zip(grid, PANELS, strict=True)):
             for axis, cell in zip(axes, cells, strict=True):
                 _soak_plot_draw(
-                    axis, [each for each in series if each.cell == cell and each.name in names], palette
+                    axis, [curve for curve in series if curve.cell == cell and curve.name in names], palette
                 )
                 if not line:
                     axis.set_title(cell.connector)
@@ -248,6 +248,6 @@ def _trend(axis: Axes, of: SoakSeries, colour: str) -> None:
     slope = (of.drift.per_hour or 0.0) / 3600
     ends = [min(at), max(at)]
     axis.plot(
-        [each / 60 for each in ends], [middle + slope * (each - middle_s) for each in ends],
+        [end / 60 for end in ends], [middle + slope * (end - middle_s) for end in ends],
         color=colour, linewidth=1.0, linestyle=(0, (4, 2)),
     )  # fmt: skip

@@ -123,8 +123,8 @@ def _values(run: RunFolder, trial: TrialRecord) -> dict[str, Values]:
     if requests is None:
         return {}
     found = requests.answered(trial).latencies_s()
-    values = {name: np.sort(each) * 1e3 for name, each in found.items()}
-    return {name: each for name, each in values.items() if len(each) >= MIN_VALUES and each[-1] > 0}
+    values = {name: np.sort(column) * 1e3 for name, column in found.items()}
+    return {name: value for name, value in values.items() if len(value) >= MIN_VALUES and value[-1] > 0}
 
 
 def _draw(axes: Axes, name: str, curves: Sequence[_Curve], look: Mapping[str, PlotStyle]) -> None:

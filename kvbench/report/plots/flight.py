@@ -108,7 +108,7 @@ def outline(series: StepSeries, length_s: float) -> tuple[list[float], list[floa
         steps = [
             step
             for slot_steps in slots.values()
-            for step in sorted({max(slot_steps, key=lambda each: each[1]), slot_steps[-1]})
+            for step in sorted({max(slot_steps, key=lambda step: step[1]), slot_steps[-1]})
         ]
     for time_s, value in steps:
         times.append(time_s)

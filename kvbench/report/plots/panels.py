@@ -106,7 +106,7 @@ def lengths_of(item: Row | TrialRecord) -> Lengths:
 
 def panel_title(panel: Lengths, panels: Sequence[Lengths]) -> str:
     """Return a title such as ``1,024 tokens in``, with output length and TP size if they differ."""
-    outputs, ranks = {each[1] for each in panels}, {each[2] for each in panels}
+    outputs, ranks = {lengths[1] for lengths in panels}, {lengths[2] for lengths in panels}
     title = f"{panel[0]:,} tokens in" + (f", {panel[1]:,} out" if len(outputs) > 1 else "")
     return title + (f", tp {panel[2] or '?'}" if len(ranks) > 1 else "")
 
@@ -152,7 +152,7 @@ class RequestTimes:
         window = trial.summary.get("window") or {}
         start, end = window.get("start_s", -math.inf), window.get("end_s", math.inf)
         kept = (self.error == "") & (self.scheduled_s >= start) & (self.scheduled_s <= end)
-        return RequestTimes(*(getattr(self, each.name)[kept] for each in fields(self)))
+        return RequestTimes(*(getattr(self, field.name)[kept] for field in fields(self)))
 
     def latencies_s(self) -> dict[str, Floats]:
         """Return TTFT and TPOT in seconds, as defined by RequestRecord."""
@@ -311,7 +311,7 @@ class Sheet:
     def legend(self, lines: Sequence[Sequence[Artist]]) -> None:
         """Add legends above the panels, one per line."""
         if self.given is not None:
-            every = [each for line in lines for each in line]
+            every = [artist for line in lines for artist in line]
             look: dict[str, Any] = {"fontsize": "small", "columnspacing": 1.2, "handletextpad": 0.5}
             self.given.legend(
                 handles=every,

@@ -53,7 +53,7 @@ def sessions_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = No
         by_turn.set_xlabel("turn of the conversation")
         by_turn.set_ylabel("TTFT, P50 (ms)")
         _bars(reuse, rows, figures, [look[row.cell.connector] for row in rows])
-        connectors = [handle(name, marker=each.marker, color=each.colour) for name, each in look.items()]
+        connectors = [handle(name, marker=mark.marker, color=mark.colour) for name, mark in look.items()]
         sheet.legend([connectors, _kinds(palette)])
     return sheet.figure
 
@@ -116,8 +116,8 @@ def offered_reuse_figure(
     most = max(2, together.distinct)
     blocks = np.unique(np.geomspace(max(1, most / 2000), most * 1.5, POINTS).astype(int))
     curves = {
-        "one cache per session": [figures.share_alone(int(each)) for each in blocks],
-        "one cache for all sessions": [together.share(int(each)) for each in blocks],
+        "one cache per session": [figures.share_alone(int(block)) for block in blocks],
+        "one cache for all sessions": [together.share(int(block)) for block in blocks],
     }
     unit = "tokens" if model is None else f"GB of {model.name}"
     with style(palette):
@@ -133,7 +133,7 @@ def offered_reuse_figure(
         looks = zip(curves.items(), (palette.series["mooncake"], palette.series["nixl"]), strict=True)
         handles = []
         for (label, shares), colour in looks:
-            values = [100 * each for each in shares]
+            values = [100 * share for share in shares]
             (line,) = axes.plot(blocks * scale, values, color=colour)
             tag(line, "", label)
             handles.append(handle(label, color=colour, linestyle="-"))
@@ -146,7 +146,7 @@ def offered_reuse_figure(
         axes.set_xscale("log")
         low, high = float(blocks[0] * scale), float(blocks[-1] * scale)
         axes.set_xlim(low, high)
-        plain_ticks(axes, "x", [float(number(each)) for each in nice_log_ticks(low, high)])
+        plain_ticks(axes, "x", [float(number(tick)) for tick in nice_log_ticks(low, high)])
         axes.set_ylim(0, 108)
         axes.set_xlabel(f"cache ({unit})")
         axes.set_ylabel("blocks found (%)")

@@ -87,12 +87,12 @@ def _panels(
     look = _looks(series, palette)
     handles = [
         handle(
-            each.name,
-            color=look[each.name].colour,
-            marker=look[each.name].marker,
-            linestyle="--" if each.limit else "-",
+            curve.name,
+            color=look[curve.name].colour,
+            marker=look[curve.name].marker,
+            linestyle="--" if curve.limit else "-",
         )
-        for each in series
+        for curve in series
     ]
     handles += extra
     lines = [handles[at : at + _LEGEND_WORDS] for at in range(0, len(handles), _LEGEND_WORDS)]
@@ -110,19 +110,19 @@ def _panels(
 
 def _looks(series: Sequence[_Series], palette: Palette) -> dict[str, PlotStyle]:
     """Style backends as in other plots; further protocols take spare styles."""
-    first = {each.points[0].case.backend: each.name for each in reversed(series) if not each.limit}
+    first = {curve.points[0].case.backend: curve.name for curve in reversed(series) if not curve.limit}
     keys = {
-        each.name: each.points[0].case.backend
-        for each in series
-        if first.get(each.points[0].case.backend) == each.name
+        curve.name: curve.points[0].case.backend
+        for curve in series
+        if first.get(curve.points[0].case.backend) == curve.name
     }
-    found = looks([keys.get(each.name, each.name) for each in series if not each.limit], palette)
-    marks = {each.name: "sX"[index % 2] for index, each in enumerate(e for e in series if e.limit)}
+    found = looks([keys.get(curve.name, curve.name) for curve in series if not curve.limit], palette)
+    marks = {curve.name: "sX"[index % 2] for index, curve in enumerate(e for e in series if e.limit)}
     return {
-        each.name: PlotStyle(palette.faint, marks[each.name])
-        if each.limit
-        else found[keys.get(each.name, each.name)]
-        for each in series
+        curve.name: PlotStyle(palette.faint, marks[curve.name])
+        if curve.limit
+        else found[keys.get(curve.name, curve.name)]
+        for curve in series
     }
 
 
@@ -154,16 +154,16 @@ def bandwidth_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
         words = _words(run, "KV transfer bandwidth by block size", rows, f"{over}{which}")
         sheet, panels, look = _panels(words, rows, palette, ax)
         lines = {
-            (op, each.name): _best_by_size(each.points, op) for op, _ in panels for each in _series(rows)
+            (op, curve.name): _best_by_size(curve.points, op) for op, _ in panels for curve in _series(rows)
         }
         best = [rate for points in lines.values() for _, rate in points]
         for index, (op, axes) in enumerate(panels):
-            for each in _series(rows):
-                points = lines[op, each.name]
+            for curve in _series(rows):
+                points = lines[op, curve.name]
                 texts = [
-                    f"{each.name}, {op} {size_text(int(size))}: {number(rate)} GB/s" for size, rate in points
+                    f"{curve.name}, {op} {size_text(int(size))}: {number(rate)} GB/s" for size, rate in points
                 ]
-                _line(axes, each, points, look[each.name], texts)
+                _line(axes, curve, points, look[curve.name], texts)
             axes.set_xscale("log", base=2)
             axes.set_xlim(sizes[0] / 2, sizes[-1] * 2)
             _size_ticks(axes, sizes, ticks)
@@ -228,12 +228,12 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
         sheet, panels, look = _panels(words, rows, palette, ax, [ideal])
         for index, (op, axes) in enumerate(panels):
             axes.plot(counts, [one * count for count in counts], color=palette.limit, linestyle=":", zorder=1)
-            for each in _series(rows):
+            for curve in _series(rows):
                 points = sorted(
-                    (float(r.case.nics), r.gb_per_s or 0.0) for r in each.points if r.case.op == op
+                    (float(r.case.nics), r.gb_per_s or 0.0) for r in curve.points if r.case.op == op
                 )
-                texts = [f"{each.name}, {op}, {n:.0f} NICs: {number(rate)} GB/s" for n, rate in points]
-                _line(axes, each, points, look[each.name], texts)
+                texts = [f"{curve.name}, {op}, {n:.0f} NICs: {number(rate)} GB/s" for n, rate in points]
+                _line(axes, curve, points, look[curve.name], texts)
             axes.set_xlim(0, counts[-1] * 1.06)
             axes.set_ylim(0, max(one * counts[-1], *(row.gb_per_s or 0 for row in rows)) * 1.08)
             axes.set_xticks([float(count) for count in counts], [str(count) for count in counts])
@@ -246,10 +246,10 @@ def scaling_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = Non
 def _largest_of_each(rows: Rows) -> list[TransferRecord]:
     """Return, per configuration and op, the rows of the largest transfer made with the most NIC counts."""
     kept: list[TransferRecord] = []
-    for each in _series(rows):
+    for curve in _series(rows):
         for op in ("write", "read"):
             sizes: dict[tuple[int, int, int], dict[int, TransferRecord]] = {}
-            for row in each.points:
+            for row in curve.points:
                 if row.case.op == op:
                     case = row.case
                     sizes.setdefault((case.nbytes, case.block_bytes, case.threads), {})[case.nics] = row
@@ -284,10 +284,10 @@ def call_time_figure(run: RunFolder, theme: Theme = "light", ax: Axes | None = N
         sheet, panels, look = _panels(words, rows, palette, ax)
         names = list(look)
         for index, (op, axes) in enumerate(panels):
-            for each in _series(rows):
-                shift = 0.6 * ((names.index(each.name) + 0.5) / len(names) - 0.5)
-                op_rows = [row for row in each.points if row.case.op == op]
-                _times(axes, each, op_rows, transfers, look[each.name], shift)
+            for curve in _series(rows):
+                shift = 0.6 * ((names.index(curve.name) + 0.5) / len(names) - 0.5)
+                op_rows = [row for row in curve.points if row.case.op == op]
+                _times(axes, curve, op_rows, transfers, look[curve.name], shift)
             labels = [f"{size_text(block)}\n× {batch}" for _, block, batch in transfers]
             _size_ticks(axes, range(len(transfers)), labels)
             axes.set_xlim(-0.5, len(transfers) - 0.5)
@@ -400,7 +400,7 @@ def _of_cases(run: RunFolder) -> Shares:
 def _one_side(amounts: Mapping[str, int]) -> dict[str, float]:
     """Return the initiator's bytes if both sides counted them."""
     sides = {key.partition(":")[0] for key in amounts}
-    side = next((each for each in sorted(sides) if each.startswith("initiator")), min(sides))
+    side = next((name for name in sorted(sides) if name.startswith("initiator")), min(sides))
     return {
         key.partition(":")[2] or key: float(amount) for key, amount in amounts.items() if key.startswith(side)
     }

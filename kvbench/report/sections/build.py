@@ -43,10 +43,10 @@ def fault_head(of: Material) -> Iterator[ReportSection]:
 def fault_answer(of: Material) -> Iterator[ReportSection]:
     groups = fault_groups(of.one.run)
     notes = [Note(text) for text in (answers_text(groups), *recovery_lines(groups))]
-    pictures = [Block(picture=each) for each in drawings(of.one.run)]
+    pictures = [Block(picture=drawing) for drawing in drawings(of.one.run)]
     yield ReportSection("answer", "Answer", [Block(notes=notes), *pictures], ("markdown", "html"))
     yield ReportSection(
-        "answer", "", [Block(notes=[Note(each) for each in recovery_lines(groups)])], ("terminal",)
+        "answer", "", [Block(notes=[Note(line) for line in recovery_lines(groups)])], ("terminal",)
     )
 
 
@@ -76,7 +76,7 @@ def soak_head(of: Material) -> Iterator[ReportSection]:
 def soak_answer(of: Material) -> Iterator[ReportSection]:
     run = of.one.run
     notes = [Note(text) for text in verdict_lines(run)]
-    pictures = [Block(picture=each) for each in drawings(run)]
+    pictures = [Block(picture=drawing) for drawing in drawings(run)]
     yield ReportSection("answer", "Answer", [Block(notes=notes), *pictures], ("markdown", "html"))
     yield ReportSection("answer", "", [Block(notes=notes)], ("terminal",))
 
@@ -143,7 +143,7 @@ def of_transfers(of: Material) -> Iterator[ReportSection]:
 
 def _gist(facts: Facts, table: Table) -> ReportSection:
     mark = mark_of(facts.run)
-    shown_notes = [each for each in notes(facts.run, facts.rows) if mark is None or mark.why not in each.text]
+    shown_notes = [note for note in notes(facts.run, facts.rows) if mark is None or mark.why not in note.text]
     shown = Block(table=table) if table.cells else Block(words="no rows yet")
     return ReportSection("gist", "", [shown, *([Block(notes=shown_notes)] if shown_notes else [])])
 
@@ -183,8 +183,8 @@ def _moved(records: Sequence[TransferRecord]) -> Table:
     rows = []
     for (way, nics, op), group in ways.items():
         measured = [(record, figures(record, records)) for record in group if record.status == "ok"]
-        highest = max(measured, key=lambda each: each[1].gb_per_s or 0.0, default=None)
-        lowest = min(measured, key=lambda each: each[1].times.p50 or math.inf, default=None)
+        highest = max(measured, key=lambda pair: pair[1].gb_per_s or 0.0, default=None)
+        lowest = min(measured, key=lambda pair: pair[1].times.p50 or math.inf, default=None)
         widest = (
             [number(highest[1].gb_per_s), blocks_text(highest[0].case), percent(highest[1].of_memcpy)]
             if highest
@@ -302,13 +302,13 @@ def build(
     one = of[0]
     if several:
         writers = ("terminal",)
-    order = BENCH if all(bench_trials(each.run) for each in of) else _BY_KIND.get(one.kind, REQUESTS)
+    order = BENCH if all(bench_trials(facts.run) for facts in of) else _BY_KIND.get(one.kind, REQUESTS)
     sections = [
         replace(section, writers=shown)
         for make, for_ in order
         if set(for_) & set(writers)
         for section in make(material)
-        if (shown := [each for each in writers if each in for_ and each in section.writers])
+        if (shown := [writer for writer in writers if writer in for_ and writer in section.writers])
     ]
     whole = set(_PAGES) <= set(writers)
     return Report(

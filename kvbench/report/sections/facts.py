@@ -100,7 +100,7 @@ class Facts:
                 "transfer_model": [model.to_json() for model in self.models],
             }
         if self.kind == "chaos":
-            return {"faults": [flat(each) for each in fault_groups(self.run)], "trials": self._trials}
+            return {"faults": [flat(group) for group in fault_groups(self.run)], "trials": self._trials}
         if self.kind == "soak":
             return {"drift": drift_rows(self.run), "windows": window_rows(self.run), "trials": self._trials}
         router = {"router_cost": [row for cost in self.costs for row in cost.rows()]} if self.costs else {}
@@ -146,7 +146,7 @@ class Facts:
             "rows": self.files["summary"],
             "methods": {table.name: list(table.rows) for table in self.methods},
             "router_cost": self.files.get("router_cost", []),
-            "comparisons": [vars(each) | {"text": each.text()} for each in rate_pairs(self.rows)],
+            "comparisons": [vars(pair) | {"text": pair.text()} for pair in rate_pairs(self.rows)],
             "conclusions": [statement.to_json() for statement in self.statements],
             "notes": [{"text": note.text, "advice": note.advice} for note in notes(run, self.rows)],
         }
@@ -174,7 +174,7 @@ class Material:
     def rows(self) -> list[tuple[Facts, Row]]:
         """Return all runs' result rows, by length."""
         found = [(facts, row) for facts in self.runs for row in facts.rows]
-        return sorted(found, key=lambda each: (each[1].cell.input_len, each[1].cell.output_len))
+        return sorted(found, key=lambda pair: (pair[1].cell.input_len, pair[1].cell.output_len))
 
 
 def _trial_row(trial: TrialRecord) -> dict[str, Any]:
@@ -231,7 +231,7 @@ def drawings(run: RunFolder) -> list[Drawing]:
 
 def pictures(of: Material) -> Iterator[ReportSection]:
     """Yield one block per plot; the writer checks whether there is data."""
-    blocks = [Block(picture=each) for each in drawings(of.one.run)]
+    blocks = [Block(picture=drawing) for drawing in drawings(of.one.run)]
     yield ReportSection("pictures", "Plots", blocks, ("html",))
     yield ReportSection("pictures", "", blocks, ("markdown",))
 
@@ -242,8 +242,8 @@ def gates(of: Material) -> Iterator[ReportSection]:
     found = [(trial.trial_id, finding) for trial in trials for finding in trial.findings]
     if not of.one.is_imported:
         found_notes = [
-            Note(f"`{trial_id}` {each.level}, {each.gate}: {each.message}", each.advice)
-            for trial_id, each in found
+            Note(f"`{trial_id}` {finding.level}, {finding.gate}: {finding.message}", finding.advice)
+            for trial_id, finding in found
         ]
         title = "Gate findings by trial"
         yield ReportSection(
@@ -252,7 +252,7 @@ def gates(of: Material) -> Iterator[ReportSection]:
     if not found:
         yield ReportSection("gates", _GATES, [silent] if trials else [], ("html",))
         return
-    found.sort(key=lambda each: _LEVELS.index(each[1].level))
+    found.sort(key=lambda pair: _LEVELS.index(pair[1].level))
     counts = Counter((finding.level, finding.gate) for _, finding in found)
     last = {(finding.level, finding.gate): finding for _, finding in found}
     brief = [
@@ -332,11 +332,11 @@ def _flat(data: Any, path: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(data, Mapping):
         for key, value in data.items():
             yield from _flat(value, f"{path} · {key}" if path else str(key))
-    elif isinstance(data, list) and len(data) > 1 and data[0] and all(each == data[0] for each in data):
+    elif isinstance(data, list) and len(data) > 1 and data[0] and all(part == data[0] for part in data):
         yield from _flat(data[0], f"{path} 1 to {len(data)}")
-    elif isinstance(data, list) and any(isinstance(each, (Mapping, list)) for each in data):
-        for number, each in enumerate(data, 1):
-            yield from _flat(each, f"{path} {number}")
+    elif isinstance(data, list) and any(isinstance(part, (Mapping, list)) for part in data):
+        for number, part in enumerate(data, 1):
+            yield from _flat(part, f"{path} {number}")
     elif data not in (None, "", []):
         yield path, ", ".join(map(str, data)) if isinstance(data, list) else str(data)
 
@@ -362,7 +362,7 @@ def again(of: Material) -> Iterator[ReportSection]:
         blocks.append(Block("scenario.yaml", code=run.scenario_text, folded=True))
     processes = run.plan.get("processes")
     for label, group in processes.items() if isinstance(processes, Mapping) else ():
-        lines = [_command(name, each) for name, each in group.items() if isinstance(each, Mapping)]
+        lines = [_command(name, process) for name, process in group.items() if isinstance(process, Mapping)]
         blocks.append(Block(f"Processes of {label}", code="\n\n".join(lines), folded=True))
     yield ReportSection("again", "How to run it again", blocks, ("html",))
 

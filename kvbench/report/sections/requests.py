@@ -130,11 +130,11 @@ def sessions(of: Material) -> Iterator[ReportSection]:
 def subject_lines(run: RunFolder) -> tuple[str, str]:
     """Return what a run measures, and the question that it answers."""
     mark, cells = mark_of(run), run.plan.get("cells")
-    planned = [each for each in cells if isinstance(each, Mapping)] if isinstance(cells, list) else []
+    planned = [cell for cell in cells if isinstance(cell, Mapping)] if isinstance(cells, list) else []
 
     def listed(key: str) -> str:
-        values = dict.fromkeys(each.get(key) for each in planned)
-        return " and ".join(", ".join(f"{each:,}" if isinstance(each, int) else str(each) for each in part)
+        values = dict.fromkeys(cell.get(key) for cell in planned)
+        return " and ".join(", ".join(f"{size:,}" if isinstance(size, int) else str(size) for size in part)
                             for part in (list(values)[:-1], list(values)[-1:]) if part)  # fmt: skip
 
     lengths = f"{listed('input_len')} tokens in, {listed('output_len')} out" if planned else ""
@@ -154,7 +154,7 @@ def screen(of: Material) -> Iterator[ReportSection]:
     run, path = facts.run, facts.run.path / "report.html"
     shown = [("", row) for row in facts.rows if row.outcome != "skipped"]
     blocks = [Block(table=cells.brief_result(shown), bare=True)] if shown else []
-    blocks += [Block(each.title, table=each, bare=True) for each in facts.methods]
+    blocks += [Block(method.title, table=method, bare=True) for method in facts.methods]
     if (session_table := sessions_table(run, facts.rows)) is not None:
         blocks.append(Block(table=session_table, bare=True))
     blocks += _question_mark_note(facts.rows)
@@ -181,7 +181,7 @@ def clients(of: Material) -> Iterator[ReportSection]:
         for line in (_client_line(facts.run), time_line(facts.run))
         if line
     ]
-    yield ReportSection("client", "", [Block(words=each, style="dim") for each in lines])
+    yield ReportSection("client", "", [Block(words=line, style="dim") for line in lines])
 
 
 def _client_line(run: RunFolder) -> str:
@@ -209,7 +209,7 @@ def checked_answers(of: Material) -> Iterator[ReportSection]:
     blocks = [Block(words=_named(facts, line)) for facts, lines in checked for line in lines]
     wrong = any(run_tally(facts.run).wrong for facts in of.runs)
     if wrong:
-        blocks = [replace(each, style="bold red") for each in blocks]
+        blocks = [replace(block, style="bold red") for block in blocks]
     yield ReportSection("checked", "", blocks)
 
 
@@ -223,7 +223,7 @@ def conclusions_by_kind(of: Material) -> Iterator[ReportSection]:
     for facts in of.runs:
         statements = row_conclusions([facts.run])
         for kind, heading in KIND_WORDS.items():
-            if conclusions := as_notes(each for each in statements if each.kind == kind):
+            if conclusions := as_notes(statement for statement in statements if statement.kind == kind):
                 title = f"{heading.lower()}, {facts.name}" if facts.name else heading.lower()
                 yield ReportSection(kind, title, [Block(notes=conclusions)])
 
@@ -256,7 +256,7 @@ def all_notes(of: Material) -> Iterator[ReportSection]:
 def bench_block(of: Material) -> Iterator[ReportSection]:
     """Yield the result of one load, and one line with the reason of each refused one."""
     tables = bench_tables([(facts.name, facts.run) for facts in of.runs])
-    blocks = [Block(table=each) for each in tables]
+    blocks = [Block(table=table) for table in tables]
     blocks += [Block(words=DIFFERENCE.replace("`", ""), style="dim")] if tables else []
     blocks += [
         Block(f"\n{table.title}", table=table)
@@ -290,7 +290,7 @@ def answer(of: Material) -> Iterator[ReportSection]:
     facts = of.one
     text, pictures = (
         answer_text(facts.rows, facts.statements),
-        [Block(picture=each) for each in drawings(facts.run)],
+        [Block(picture=drawing) for drawing in drawings(facts.run)],
     )
     blocks = [Block(words=text)] if text else []
     yield ReportSection("answer", "Answer", [*blocks, *pictures], ("markdown",))
@@ -346,13 +346,13 @@ def result(of: Material) -> Iterator[ReportSection]:
     blocks = []
     if facts.rows and not bench_trials(facts.run):  # a load has its block, under what was measured
         blocks.append(Block(table=cells.result(facts.rows), writers=("markdown",)))
-        for each in cells.sorted_result(facts.rows, facts.files["summary"]):
-            blocks.append(Block(table=each, writers=("html",)))
+        for table in cells.sorted_result(facts.rows, facts.files["summary"]):
+            blocks.append(Block(table=table, writers=("html",)))
     elif not facts.methods:
         blocks.append(Block(words=f"No cell was measured; {NO_DATA}."))
     if blocks:
         yield ReportSection("result", "Result", blocks, ("markdown",))
-    more = [Block(each.title, table=each) for each in facts.methods]
+    more = [Block(method.title, table=method) for method in facts.methods]
     more += [Block(f"Router overhead: {cost.cell.connector}", cost.text()) for cost in facts.costs]
     yield ReportSection("result", "Result", [*blocks, *more], ("html",))
 
@@ -383,8 +383,8 @@ def provenance(of: Material) -> Iterator[ReportSection]:
     ]  # fmt: skip
     missing = ", ".join(f"{name} ({count})" for name, count in (imported.get("missing") or {}).items())
     left = [
-        Note(f"{each.get('file')}:{each.get('line')}: {each.get('why')}")
-        for each in imported.get("left_out") or ()
+        Note(f"{entry.get('file')}:{entry.get('line')}: {entry.get('why')}")
+        for entry in imported.get("left_out") or ()
     ]
     out = Block(words="Left out, or with caveats:" if left else "Nothing was left out.", notes=left)
     blocks = [

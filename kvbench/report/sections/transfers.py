@@ -59,29 +59,29 @@ def findings(of: Material) -> Iterator[ReportSection]:
     yield ReportSection("findings", "Findings", blocks, ("markdown",))
     notes = facts.cases.footnotes
     more = [
-        Block("Requested", notes=[Note(str(each)) for each in facts.run.plan.get("words") or ()]),
+        Block("Requested", notes=[Note(str(text)) for text in facts.run.plan.get("words") or ()]),
         Block(f"Notes ({len(notes)})", notes=list(map(Note, notes)), folded=True),
         Block("Failed", notes=list(map(Note, facts.cases.errors))),
         Block("Not run", notes=list(map(Note, facts.cases.skipped))),
         Block("Run folder", notes=list(map(Note, facts.run.warnings))),
     ]
-    yield ReportSection("findings", "Findings", [*blocks, *(each for each in more if each.notes)], ("html",))
+    yield ReportSection("findings", "Findings", [*blocks, *(part for part in more if part.notes)], ("html",))
 
 
 def answer(of: Material) -> Iterator[ReportSection]:
     """Yield the first finding and the first plot."""
     text = answer_text((), of.one.statements)
-    pictures = [Block(picture=each) for each in drawings(of.one.run)]
+    pictures = [Block(picture=drawing) for drawing in drawings(of.one.run)]
     yield ReportSection("answer", "Answer", [Block(words=text, style="lead"), *pictures])
 
 
 def pictures(of: Material) -> Iterator[ReportSection]:
-    for each in drawings(of.one.run):
-        yield ReportSection(each.name, each.title, [Block(picture=each)])
+    for drawing in drawings(of.one.run):
+        yield ReportSection(drawing.name, drawing.title, [Block(picture=drawing)])
 
 
 def host_pairs(of: Material) -> Iterator[ReportSection]:
-    matrices = [Block(table=each) for each in pair_matrices(of.one.records)]
+    matrices = [Block(table=matrice) for matrice in pair_matrices(of.one.records)]
     if matrices:
         yield ReportSection("pairs", "From host to host", [Block(words=f"{CAPTION}."), *matrices])
 
@@ -102,7 +102,8 @@ def cases(of: Material) -> Iterator[ReportSection]:
 
 def matrices(of: Material) -> Iterator[ReportSection]:
     blocks = [
-        Block(f"from host to host · {each.title}", table=each) for each in pair_matrices(of.one.records)
+        Block(f"from host to host · {matrice.title}", table=matrice)
+        for matrice in pair_matrices(of.one.records)
     ]
     if blocks:
         yield ReportSection("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])

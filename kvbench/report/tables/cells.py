@@ -151,7 +151,7 @@ def brief_result(named: Sequence[tuple[str, Row]]) -> Table:
         for name, row in named
     ]
     lengths = [(row.cell.input_len, row.cell.output_len) for row in rows]
-    groups = {lengths.index(each): "" for each in dict.fromkeys(lengths)}
+    groups = {lengths.index(length): "" for length in dict.fromkeys(lengths)}
     trials = [row.trial_id or "" for row in rows]
     return Table("", columns, cells, groups=groups, window=STEADY, trials=trials)
 
@@ -227,8 +227,8 @@ WHICH_COSTS: Final = (
 
 def router_cost(cost: RouterCost) -> Table:
     body = [
-        [FIGURE_WORDS[each.figure], number(each.with_), number(each.without), difference(each)]
-        for each in cost.added
+        [FIGURE_WORDS[delta.figure], number(delta.with_), number(delta.without), difference(delta)]
+        for delta in cost.added
     ]
     return of_texts("", ["TTFT", "router (ms)", "direct (ms)", "router overhead [95 %]"], body)
 
@@ -335,7 +335,7 @@ def sorted_result(rows: Sequence[Row], summary: Rows) -> list[Table]:
     for title, every in (("Rate and latency", _RATES), ("Throughput, KV cache and cost", _BESIDES)):
         shown = [key for key in every if not key.endswith(other) and key not in empty]
         tables.append(of_csv("summary", title, summary, shown, texts, STEADY, interval))
-    return [each for each in tables if each is not None]
+    return [table for table in tables if table is not None]
 
 
 def sorted_trials(trials: Rows) -> Table | None:

@@ -64,7 +64,7 @@ class FaultGroup:
 
     @property
     def row(self) -> FaultRow:
-        return fault_row([each.cost for each in self.trials])
+        return fault_row([trial.cost for trial in self.trials])
 
     @property
     def answers(self) -> Counter[str]:
@@ -78,7 +78,9 @@ class FaultGroup:
     @property
     def stranded_blocks(self) -> float:
         """Return the median over the repeats, summed over all processes."""
-        return float(median(sum((each.record.get("stranded_blocks") or {}).values()) for each in self.trials))
+        return float(
+            median(sum((trial.record.get("stranded_blocks") or {}).values()) for trial in self.trials)
+        )
 
     @property
     def stranded_mb(self) -> float | None:
@@ -89,7 +91,7 @@ class FaultGroup:
     @property
     def grown_mb(self) -> float | None:
         """Return the memory growth of the surviving processes together (median, MB)."""
-        found = [sum((each.record.get("grown_bytes") or {}).values()) for each in self.trials]
+        found = [sum((trial.record.get("grown_bytes") or {}).values()) for trial in self.trials]
         return median(found) / 1e6 if found else None
 
     @property
@@ -103,9 +105,9 @@ class FaultGroup:
     def noticed(self) -> str:
         """Return the most frequent first detector with its median time: ``router 0.1 s``."""
         firsts = [
-            (str(each["who"]), float(each["after_s"]))
+            (str(notice["who"]), float(notice["after_s"]))
             for trial in self.trials
-            for each in (trial.record.get("noticed") or [])[:1]
+            for notice in (trial.record.get("noticed") or [])[:1]
         ]
         if not firsts:
             return "not detected"
@@ -117,14 +119,14 @@ def fault_groups(run: RunFolder) -> list[FaultGroup]:
     """Return the faults by pair, then by kind and target in documented order."""
     found: dict[tuple[Cell, str], list[InjectedFault]] = {}
     for trial in run.all_trials:
-        if (each := InjectedFault.of(trial)) is not None:
-            found.setdefault((trial.cell, each.name), []).append(each)
+        if (fault := InjectedFault.of(trial)) is not None:
+            found.setdefault((trial.cell, fault.name), []).append(fault)
     cells = list(dict.fromkeys(cell for cell, _ in found))
     groups = [
         FaultGroup(cell, trials[0].trial.request_rate, name, tuple(trials))
         for (cell, name), trials in found.items()
     ]
-    return sorted(groups, key=lambda each: (cells.index(each.cell), _fault_order(each.name)))
+    return sorted(groups, key=lambda group: (cells.index(group.cell), _fault_order(group.name)))
 
 
 def _fault_order(name: str) -> tuple[int, int]:
@@ -195,7 +197,7 @@ def fault_table(groups: Iterable[FaultGroup]) -> Table:
     cells = [_cells(group) for group in groups]
     names = [group.trials[0].trial.trial_id for group in groups]
     return Table(
-        "Cost of each fault", COLUMNS, cells, [flat(each) for each in groups], "faults", WORDS,
+        "Cost of each fault", COLUMNS, cells, [flat(group) for group in groups], "faults", WORDS,
         window=WHOLE_RUN, trials=names,
     )  # fmt: skip
 
@@ -224,8 +226,8 @@ def _whole(value: float | None) -> str:
 
 def answers_text(groups: Iterable[FaultGroup]) -> str:
     counts: Counter[str] = Counter()
-    for each in groups:
-        counts.update(each.answers)
+    for group in groups:
+        counts.update(group.answers)
     checked, wrong = counts["checked"], counts["wrong"]
     if not checked:
         return "no answer could be checked"
@@ -253,9 +255,9 @@ def recovery_lines(groups: Sequence[FaultGroup]) -> list[str]:
 def notices_rows(groups: Iterable[FaultGroup]) -> list[list[str]]:
     """Return the log messages of each fault's first repeat."""
     return [
-        [group.cell.connector, group.name, str(each["who"]), f"{each['after_s']:.2f}", _words(each)]
+        [group.cell.connector, group.name, str(notice["who"]), f"{notice['after_s']:.2f}", _words(notice)]
         for group in groups
-        for each in (group.trials[0].record.get("noticed") or [])
+        for notice in (group.trials[0].record.get("noticed") or [])
     ]
 
 
@@ -312,7 +314,7 @@ def fixed_rate_comparison(runs: Sequence[RunFolder]) -> Table | None:
 
 
 def _faults(before: RunFolder, after: RunFolder) -> Table:
-    sides = [{(each.cell.key, each.name): each for each in fault_groups(run)} for run in (before, after)]
+    sides = [{(group.cell.key, group.name): group for group in fault_groups(run)} for run in (before, after)]
     both = [key for key in sides[0] if key in sides[1]]
     if not both:
         raise InputError("these chaos runs have no fault of the same pair and length in common")
@@ -350,7 +352,7 @@ def _fault_row(before: FaultGroup, after: FaultGroup) -> dict[str, Any]:
 
 def _goodput_change(before: FaultGroup, after: FaultGroup) -> FaultChange:
     lost = [
-        [each.cost.goodput_lost for each in side.trials if each.cost.was_held] for side in (before, after)
+        [trial.cost.goodput_lost for trial in side.trials if trial.cost.was_held] for side in (before, after)
     ]
     return fault_change(lost[0], lost[1])
 
@@ -364,7 +366,7 @@ def _drifts(before: RunFolder, after: RunFolder) -> Table:
     keys = ("connector", "input_len", "process", "what")
     sides = [{tuple(row[key] for key in keys): row for row in drift_rows(run)} for run in (before, after)]
     rows = []
-    for key in (each for each in sides[0] if each in sides[1]):
+    for key in (side for side in sides[0] if side in sides[1]):
         row: dict[str, Any] = dict(zip(keys, key, strict=True))
         for name in ("median", "per_hour", "verdict"):
             row |= {f"{name}_before": sides[0][key][name], f"{name}_after": sides[1][key][name]}

@@ -108,7 +108,7 @@ def _burst(run: RunFolder) -> Table:
 
 def _trial_at(run: RunFolder, result: CellResult, rate: float | None) -> TrialRecord | None:
     """Return the trial that supports an answer of another method or tier."""
-    method = [each for each in run.all_trials if (each.cell, each.method) == (result.cell, result.method)]
+    method = [trial for trial in run.all_trials if (trial.cell, trial.method) == (result.cell, result.method)]
     return highest_met(method, rate, result.tier)
 
 

@@ -303,7 +303,9 @@ def _search_reason(answer: Mapping[str, Any]) -> str:
 def _answer(run: RunFolder, trials: Sequence[TrialRecord], result: CellResult | None) -> Answer:
     if result and result.status != "done":
         return Answer(result.status)
-    fixed = result is not None and result.answer is None and len({each.request_rate for each in trials}) == 1
+    fixed = (
+        result is not None and result.answer is None and len({trial.request_rate for trial in trials}) == 1
+    )
     if (run.manifest.get("kind") == "bench" or fixed) and trials:
         return Answer("one_rate", trials[-1].request_rate)
     if result and result.answer:
@@ -351,15 +353,15 @@ def read_answer(given: Mapping[str, Any]) -> Answer:
 
 def interval_word(answers: Iterable[Answer]) -> str:
     """Return a column's bracket label: ``[90 %]``, or ``[interval]`` if not all levels are known."""
-    levels = {each.level for each in answers if each.outcome in ("found", "unfinished")}
+    levels = {answer.level for answer in answers if answer.outcome in ("found", "unfinished")}
     known = [level for level in levels if level is not None]
     return f"[{known[0] * 100:g} %]" if len(levels) == len(known) == 1 else "[interval]"
 
 
 def rates_of(given: Any) -> tuple[float, ...]:
     """Return a stored posterior's rates; empty if invalid."""
-    rates = [finite(each) for each in given] if isinstance(given, (list, tuple)) else []
-    found = [each for each in rates if each is not None and each > 0]
+    rates = [finite(value) for value in given] if isinstance(given, (list, tuple)) else []
+    found = [rate for rate in rates if rate is not None and rate > 0]
     return tuple(found) if len(found) == len(rates) else ()
 
 
@@ -374,7 +376,7 @@ def _supporting_trial(trials: Sequence[TrialRecord], answer: Answer) -> TrialRec
 def highest_met(trials: Iterable[TrialRecord], rate: float | None, tier: str = "") -> TrialRecord | None:
     """Return the trial that supports a rate: the last of the highest met at or below it."""
     limit = -1.0 if rate is None else rate * (1 + 1e-6)
-    met = [each for each in trials if each.verdict_of(tier) == "met" and each.request_rate <= limit]
+    met = [trial for trial in trials if trial.verdict_of(tier) == "met" and trial.request_rate <= limit]
     return max(reversed(met), key=lambda trial: trial.request_rate, default=None)
 
 
@@ -394,4 +396,4 @@ def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
 
 
 def _cause(trial: TrialRecord) -> str:
-    return next((each.gate for each in trial.findings if each.level == "invalid"), trial.reason)
+    return next((finding.gate for finding in trial.findings if finding.level == "invalid"), trial.reason)

@@ -42,7 +42,7 @@ class RouterCost:
     reason: str = ""
 
     def of(self, figure: str) -> Added | None:
-        return next((each for each in self.added if each.figure == figure), None)
+        return next((delta for delta in self.added if delta.figure == figure), None)
 
     def text(self) -> str:
         where = f"{self.cell.connector} at {self.cell.input_len:,}, {number(self.request_rate)} req/s"
@@ -50,38 +50,38 @@ class RouterCost:
             return f"{where}: {self.reason}"
         parts = []
         for name in ("p50", "p99"):
-            if (each := self.of(name)) is not None:
-                times = f"{number(each.with_)} ms through the router, {number(each.without)} ms directly"
-                parts.append(f"TTFT {FIGURE_WORDS[name]} {times}: {difference(each)}")
-        if (each := self.of("request")) is not None:
-            parts.append(f"the same request {difference(each)} (median)")
+            if (delta := self.of(name)) is not None:
+                times = f"{number(delta.with_)} ms through the router, {number(delta.without)} ms directly"
+                parts.append(f"TTFT {FIGURE_WORDS[name]} {times}: {difference(delta)}")
+        if (delta := self.of("request")) is not None:
+            parts.append(f"the same request {difference(delta)} (median)")
         return f"{where}: {'; '.join(parts)}"
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield one flat row per figure, as in tables/router_cost.csv."""
-        for each in self.added:
+        for delta in self.added:
             yield {
                 "connector": self.cell.connector,
                 "input_len": self.cell.input_len,
                 "output_len": self.cell.output_len,
                 "request_rate": self.request_rate,
-                "figure": each.figure,
-                "ttft_ms_router": each.with_,
-                "ttft_ms_direct": each.without,
-                "added_ms": each.added,
-                "lower_ms": each.lower,
-                "upper_ms": each.upper,
+                "figure": delta.figure,
+                "ttft_ms_router": delta.with_,
+                "ttft_ms_direct": delta.without,
+                "added_ms": delta.added,
+                "lower_ms": delta.lower,
+                "upper_ms": delta.upper,
                 "requests": self.requests,
                 "left_out": self.left_out,
                 "trials": ";".join(self.trials),
             }
 
 
-def difference(each: Added) -> str:
+def difference(delta: Added) -> str:
     """Return ``+0.21 ms [0.18, 0.24]``, marked if not significant."""
-    sign = "+" if each.added >= 0 else ""
-    text = f"{sign}{_signed(each.added)} ms [{_signed(each.lower)}, {_signed(each.upper)}]"
-    return text if each.seen else f"{text}, no significant difference from zero"
+    sign = "+" if delta.added >= 0 else ""
+    text = f"{sign}{_signed(delta.added)} ms [{_signed(delta.lower)}, {_signed(delta.upper)}]"
+    return text if delta.seen else f"{text}, no significant difference from zero"
 
 
 def _signed(value: float) -> str:
@@ -136,8 +136,8 @@ def _paired(run: RunFolder, routed: TrialRecord, direct: TrialRecord) -> tuple[P
     """Return the TTFT pairs (ms) in both steady windows, and the number of unpaired requests. Raises
     StoreError for different plans."""
     read = [run.columns("requests", trial.trial_id, _COLUMNS) for trial in (routed, direct)]
-    n = min(len(each["error"]) for each in read)  # one that was stopped early has the beginning of the plan
-    one, other = ({name: column[:n] for name, column in each.items()} for each in read)
+    n = min(len(table["error"]) for table in read)  # one that was stopped early has the beginning of the plan
+    one, other = ({name: column[:n] for name, column in table.items()} for table in read)
     if not np.array_equal(one["scheduled_s"], other["scheduled_s"]):
         raise StoreError(f"{routed.trial_id} and {direct.trial_id} have the same seed but different plans")
     begin_s = max(_window_start(trial) for trial in (routed, direct))

@@ -55,7 +55,7 @@ def soak_trials(run: RunFolder) -> dict[Cell, list[TrialRecord]]:
 
 def soak_series(run: RunFolder) -> list[SoakSeries]:
     """Return all series of each pair: latency, then processes."""
-    return [each for cell, trials in soak_trials(run).items() for each in _of_cell(cell, trials)]
+    return [series for cell, trials in soak_trials(run).items() for series in _of_cell(cell, trials)]
 
 
 def _of_cell(cell: Cell, trials: Sequence[TrialRecord]) -> Iterator[SoakSeries]:
@@ -67,7 +67,7 @@ def _of_cell(cell: Cell, trials: Sequence[TrialRecord]) -> Iterator[SoakSeries]:
     for process in names:
         for name, key, unit, least in _HELD:
             series = _series(cell, name, process, trials, _held(process, key, unit), least)
-            if any(each.value is not None for each in series.windows):
+            if any(window.value is not None for window in series.windows):
                 yield series
 
 
@@ -122,7 +122,7 @@ def soak_problems(run: RunFolder) -> list[str]:
         counts = answers_of(trials)
         if counts["wrong"]:
             found.append(f"{cell.connector}: {counts['wrong']} of {counts['checked']} answers were wrong")
-        refused = [each for each in trials if each.verdict == "invalid"]
+        refused = [trial for trial in trials if trial.verdict == "invalid"]
         if refused:
             found.append(
                 f"{cell.connector}: {len(refused)} of {len(trials)} windows were refused, the last: "
@@ -162,9 +162,9 @@ def verdict_lines(run: RunFolder) -> list[str]:
     """Return a summary sentence per pair, then the problems."""
     lines = []
     for cell, trials in soak_trials(run).items():
-        requests = sum(int(each.summary.get("planned") or 0) for each in trials)
-        seconds = sum(each.duration_s for each in trials)
-        sessions = len({each.engine["soak"]["session"] for each in trials})
+        requests = sum(int(trial.summary.get("planned") or 0) for trial in trials)
+        seconds = sum(trial.duration_s for trial in trials)
+        sessions = len({trial.engine["soak"]["session"] for trial in trials})
         counts = answers_of(trials)
         answers = "no answer could be checked"
         if counts["checked"]:
@@ -178,7 +178,7 @@ def verdict_lines(run: RunFolder) -> list[str]:
             + f"; {answers}"
         )
     problems = soak_problems(run)
-    short = [each for each in soak_series(run) if each.drift.verdict == "too short"]
+    short = [series for series in soak_series(run) if series.drift.verdict == "too short"]
     if not problems and short and len(short) == len(soak_series(run)):
         return [*lines, "too short to detect drift"]
     return [*lines, *(problems or ["no drift, and no wrong answer"] if lines else ["no window yet"])]
@@ -205,25 +205,25 @@ WORDS: Final = (
 def drift_rows(run: RunFolder) -> list[dict[str, Any]]:
     return [
         {
-            "connector": each.cell.connector,
-            "input_len": each.cell.input_len,
-            "process": each.of,
-            "what": each.name,
-            **each.drift.to_json(),
+            "connector": series.cell.connector,
+            "input_len": series.cell.input_len,
+            "process": series.of,
+            "what": series.name,
+            **series.drift.to_json(),
         }
-        for each in soak_series(run)
+        for series in soak_series(run)
     ]
 
 
 def drift_table(run: RunFolder) -> Table:
     cells = []
-    for each in soak_series(run):
-        found = each.drift
+    for series in soak_series(run):
+        found = series.drift
         interval = MISSING if found.lower is None else f"{number(found.lower)} to {number(found.upper)}"
         growth = MISSING if found.growth is None else f"{100 * found.growth:+.1f}"
         cells.append(
             [
-                each.cell.connector, each.of or "load", each.name, found.verdict, number(found.median),
+                series.cell.connector, series.of or "load", series.name, found.verdict, number(found.median),
                 number(found.first), number(found.last), number(found.per_hour), interval, growth,
             ]
         )  # fmt: skip

@@ -117,7 +117,7 @@ def of_texts(
     trials: Sequence[str] = (),
 ) -> Table:
     columns = [Column("", heading, align=align) for heading in header]
-    shown = [[str(each) for each in row] for row in cells]
+    shown = [[str(cell) for cell in row] for row in cells]
     return Table(title, columns, shown, words=words, window=window, trials=trials)
 
 

@@ -254,7 +254,7 @@ def pair_matrices(records: Sequence[TransferRecord]) -> list[Table]:
     if len(pairs_of(records)) < 2:
         return []
     named = [record for record in records if record.pair and record.case.backend != _MOVES_NOTHING]
-    hosts = tuple(dict.fromkeys(name for each in named for name in (each.initiator_host, each.target_host)))
+    hosts = tuple(dict.fromkeys(name for row in named for name in (row.initiator_host, row.target_host)))
     groups: dict[tuple[str, str, int, str], list[TransferRecord]] = {}
     for record in named:
         case = record.case

@@ -102,9 +102,9 @@ def measuring_share(trials: Iterable[TrialRecord]) -> float | None:
     unknown."""
     offered_s = whole_s = 0.0
     timed = [(begun, trial) for trial in trials if (begun := moment(trial.started_at)) is not None]
-    timed.sort(key=lambda each: each[0])
+    timed.sort(key=lambda pair: pair[0])
     # A deployment's trials come one after the other; at the equal rate it is brought up once more.
-    for _, group in groupby(timed, lambda each: (each[1].cell.connector, each[1].method == "equal_rate")):
+    for _, group in groupby(timed, lambda pair: (pair[1].cell.connector, pair[1].method == "equal_rate")):
         (begun, first), *more = group
         if more:
             last, ended = more[-1]

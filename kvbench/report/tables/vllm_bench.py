@@ -41,8 +41,8 @@ def bench_trials(run: RunFolder) -> list[TrialRecord]:
     """Return the last trial of each load and way of ``kvbench bench``; empty for other runs."""
     if run.manifest.get("kind") != "bench":
         return []
-    tried = [each for each in run.all_trials if each.method in ("sustained", "trace", "closed_loop")]
-    return list({(each.cell, each.engine.get("load_mode")): each for each in tried}.values())
+    tried = [trial for trial in run.all_trials if trial.method in ("sustained", "trace", "closed_loop")]
+    return list({(trial.cell, trial.engine.get("load_mode")): trial for trial in tried}.values())
 
 
 def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
@@ -57,7 +57,7 @@ def bench_tables(named: Sequence[tuple[str, RunFolder]]) -> list[Table]:
     ]
     ways = len({trial.engine.get("load_mode") for _, trial, _ in shown}) > 1
     blocks = [shown[start : start + BLOCK_COLUMNS] for start in range(0, len(shown), BLOCK_COLUMNS)]
-    return [_block(each, ways) for each in blocks]
+    return [_block(block, ways) for block in blocks]
 
 
 def refused_text(trial: TrialRecord) -> str:
@@ -83,7 +83,7 @@ def _arrived(trial: TrialRecord) -> float | None:
 
 def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -> Table:
     shown = [(name, trial) for name, trial, _ in found]
-    goodput = [each for _, _, each in found]
+    goodput = [rate for _, _, rate in found]
     cells, groups = _first_lines([trial for _, trial in shown], goodput), {0: ""}
     for latency, title in _LATENCY_TITLES.items():
         groups[len(cells)] = title
@@ -101,7 +101,7 @@ def _block(found: Sequence[tuple[str, TrialRecord, float | None]], ways: bool) -
         groups[len(cells)] = "KV Transfer"
         cells += moved
     titles = [_column_title(name, trial, ways) for name, trial in shown]
-    columns = [Column("", "", align="left"), *(Column("", each, align="right") for each in titles)]
+    columns = [Column("", "", align="left"), *(Column("", title, align="right") for title in titles)]
     rows = [
         {
             **about(trial),
@@ -132,25 +132,29 @@ def _first_lines(trials: Sequence[TrialRecord], goodput: Sequence[float | None])
     """Counts and rates; a line for which no trial has a value is left out, unless vLLM's block has it."""
     values = [serve_values(trial) for trial in trials]
     lines: list[tuple[str, list[str], bool]] = [
-        ("Successful requests", [_count(each["completed"]) for each in values], True),
-        ("Failed requests", [_count(each["failed"]) for each in values], True),
-        ("Requests cancelled at the end", [_count(each["cancelled"] or None) for each in values], False),
-        ("Maximum request concurrency", [_count(each.engine.get("concurrency")) for each in trials], False),
-        ("Request rate offered (req/s)", [number(each.request_rate or None) for each in trials], False),
-        ("Request rate arrived (req/s)", [number(_arrived(each)) for each in trials], False),
-        ("Benchmark duration (s)", [number(each["duration_s"]) for each in values], True),
-        ("Total input tokens", [_count(each["total_input_tokens"]) for each in values], True),
-        ("Total generated tokens", [_count(each["total_output_tokens"]) for each in values], True),
-        ("Request throughput (req/s)", [number(each["request_throughput"]) for each in values], True),
+        ("Successful requests", [_count(value["completed"]) for value in values], True),
+        ("Failed requests", [_count(value["failed"]) for value in values], True),
+        ("Requests cancelled at the end", [_count(value["cancelled"] or None) for value in values], False),
+        ("Maximum request concurrency", [_count(trial.engine.get("concurrency")) for trial in trials], False),
+        ("Request rate offered (req/s)", [number(trial.request_rate or None) for trial in trials], False),
+        ("Request rate arrived (req/s)", [number(_arrived(trial)) for trial in trials], False),
+        ("Benchmark duration (s)", [number(value["duration_s"]) for value in values], True),
+        ("Total input tokens", [_count(value["total_input_tokens"]) for value in values], True),
+        ("Total generated tokens", [_count(value["total_output_tokens"]) for value in values], True),
+        ("Request throughput (req/s)", [number(value["request_throughput"]) for value in values], True),
         ("Request goodput (req/s)", list(map(number, goodput)), False),
-        ("Output token throughput (tok/s)", [number(each["output_throughput"]) for each in values], True),
+        ("Output token throughput (tok/s)", [number(value["output_throughput"]) for value in values], True),
         (
             "Peak output token throughput (tok/s)",
-            [number(each.summary.get("peak_output_tok_per_s")) for each in trials],
+            [number(trial.summary.get("peak_output_tok_per_s")) for trial in trials],
             True,
         ),
-        ("Peak concurrent requests", [_count(each.summary.get("peak_in_flight")) for each in trials], True),
-        ("Total token throughput (tok/s)", [number(each["total_token_throughput"]) for each in values], True),
+        ("Peak concurrent requests", [_count(trial.summary.get("peak_in_flight")) for trial in trials], True),
+        (
+            "Total token throughput (tok/s)",
+            [number(value["total_token_throughput"]) for value in values],
+            True,
+        ),
     ]
     return [[title, *cells] for title, cells, always in lines if always or set(cells) != {MISSING}]
 
@@ -226,7 +230,7 @@ def _state(trial: TrialRecord) -> str:
 
 def refused_by(trial: TrialRecord) -> str:
     """Return which gates refused a trial; empty if none did. The trial's reason says why."""
-    gates = dict.fromkeys(each.gate for each in trial.findings if each.level == "invalid")
+    gates = dict.fromkeys(finding.gate for finding in trial.findings if finding.level == "invalid")
     return ": ".join(filter(None, ("refused", ", ".join(gates)))) if trial.verdict == "invalid" else ""
 
 
@@ -404,7 +408,7 @@ def trace_table(run: RunFolder) -> Table:
                 number(trial.request_rate),
                 "–" if factor is None else f"{number(factor)} ×",
                 *_serve_cells(trial),
-                *(percent(each) for each in (expected, *hits)),
+                *(percent(share) for share in (expected, *hits)),
                 trial.verdict,
             ]
         )

@@ -265,7 +265,7 @@ def planned_faults(
         raise InputError("freeze works on local processes only", hint="kill and restart work anywhere")
     found = {}
     for cell in cells:
-        planned = next(each for each in plan.deployments if each.label == cell.connector)
+        planned = next(candidate for candidate in plan.deployments if candidate.label == cell.connector)
         counts = target_counts(planned, options.lab)
         usual = [
             fault

@@ -170,7 +170,7 @@ def _pool_for(run: FixedRateRun, scenario: Scenario, bench: DeployedBench, cell:
     label = plan.reference_of(cell.connector)
     if (known := pool_of_cell(store.earlier.canaries, cell, label)) is not None:
         return known
-    planned = next((each for each in plan.deployments if each.label == label), None)
+    planned = next((candidate for candidate in plan.deployments if candidate.label == label), None)
     problem = None if planned is None else bench.problem(planned)
     if planned is None or problem is not None:
         why = problem.reason if problem is not None else "the plan has none"
@@ -297,7 +297,7 @@ class Holdings:
     of: Mapping[str, ProcessHoldings] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        return {name: asdict(each) for name, each in self.of.items()}
+        return {name: asdict(process) for name, process in self.of.items()}
 
 
 def holdings(deployment: RunningDeployment) -> Holdings:
@@ -309,8 +309,8 @@ def holdings(deployment: RunningDeployment) -> Holdings:
             continue
         page = pages.get(process.name)
         known = kv_blocks(page)
-        expired = [page.total(name) for each in FAMILIES for name in each.expired] if page else []
-        counted = [each for each in expired if each is not None]
+        expired = [page.total(name) for family in FAMILIES for name in family.expired] if page else []
+        counted = [count for count in expired if count is not None]
         size = page.label("vllm:cache_config_info", "block_size") if page else ""
         found[process.name] = ProcessHoldings(
             process.pid,
@@ -352,7 +352,7 @@ def stranded_blocks(before: Holdings, after: Holdings) -> dict[str, float]:
 def grown_bytes(before: Holdings, after: Holdings) -> dict[str, int]:
     """Memory growth of each process that was not restarted, in bytes."""
     return {
-        name: each.rss_bytes - before.of[name].rss_bytes
-        for name, each in after.of.items()
-        if name in before.of and before.of[name].pid == each.pid
+        name: process.rss_bytes - before.of[name].rss_bytes
+        for name, process in after.of.items()
+        if name in before.of and before.of[name].pid == process.pid
     }

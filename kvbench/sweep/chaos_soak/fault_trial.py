@@ -93,7 +93,7 @@ class Notices:
         """Take progress; the first request that fails after the fault is a detection."""
         if self._struck_at is None or CLIENT in self._found:
             return
-        failed = next((each for each in progress.settled if each.error not in ("", "cancelled")), None)
+        failed = next((record for record in progress.settled if record.error not in ("", "cancelled")), None)
         if failed is not None:
             self._found[CLIENT] = [(time.monotonic(), f"request {failed.index}: {failed.error}")]
             self._counts[CLIENT] = 1
@@ -381,7 +381,9 @@ class _Observations:
         if striker.fault.target in COUNTS_NOTHING:
             ready_s = self._since(striker.ready_at, began, None)
             served = (
-                sum(each.ok and each.scheduled_s >= ready_s for each in self.load.records) if ready_s else 0
+                sum(record.ok and record.scheduled_s >= ready_s for record in self.load.records)
+                if ready_s
+                else 0
             )
         return {"ready_s": self._since(striker.ready_at, began, None), "served": served}
 

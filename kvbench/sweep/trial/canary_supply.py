@@ -260,8 +260,10 @@ class CanarySupply:
 
     def used(self, records: Sequence[RequestRecord]) -> None:
         """Mark the prompts that a load sent as used."""
-        self._sent += sum(each.sent_s is not None for each in records)
-        sent = {each.canary for each in records if each.canary is not None and each.sent_s is not None}
+        self._sent += sum(record.sent_s is not None for record in records)
+        sent = {
+            record.canary for record in records if record.canary is not None and record.sent_s is not None
+        }
         self._fresh = [number for number in self._fresh if number not in sent]
 
     def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:

@@ -196,7 +196,7 @@ def engine_summary(
     """Engine columns of the result table; None if not reported."""
     roles = pages_by_role(before, after)
     kv = {role: role_kv(pages) for role, pages in roles.items()}
-    if not any(each.source for each in kv.values()):
+    if not any(entry.source for entry in kv.values()):
         kv = dict(logged or {})
     columns = kv_columns(kv, served_requests(roles.get("decode") or roles.get("prefill") or []))
     lag = [role.step_lag_s / role.steps * 1e3 for role in figures.values() if role.steps and role.step_lag_s]

@@ -164,7 +164,7 @@ class Idleness:
             if (finding := self._wait_until_fast(measured_cell, began, deadline)) is not None:
                 return finding
         if idle_s is None:
-            times = [each for _ in range(FIRST_REQUESTS) if (each := self._ask(cell)) is not None]
+            times = [first_s for _ in range(FIRST_REQUESTS) if (first_s := self._ask(cell)) is not None]
             if times:
                 self._first_s[cell.input_len] = median(times)
             return None

@@ -156,10 +156,10 @@ class LoadGenerator:
             elif kind == "preparing":
                 worker.prepared = int(event["done"])
                 self._deadline = time.monotonic() + PREPARE_DEADLINE_S
-                on_progress(Progress(prepared=sum(each.prepared for each in self._running)))
+                on_progress(Progress(prepared=sum(member.prepared for member in self._running)))
             elif kind == "progress":
                 worker.progress = Progress.from_json(event)
-                latest = [each.progress for each in self._running]
+                latest = [member.progress for member in self._running]
                 if on_progress(sum_progress(latest, worker.progress)) and not stopping:
                     stopping = True
                     grace_s = float(self.spec.get("stop_grace_s", 0.0))
@@ -173,7 +173,7 @@ class LoadGenerator:
                 )
             elif kind == "end":
                 worker.end = event
-                if all(each.end is not None for each in self._running):
+                if all(member.end is not None for member in self._running):
                     return
         raise AssertionError("unreachable: the events end by the last end event or an error")
 

@@ -114,8 +114,8 @@ def join_outputs(
     found: Sequence[Completion], latency_s: float = 0.0, repeats: Sequence[Outputs] = ()
 ) -> Outputs:
     """Join completions. ``repeats``: of the first of the same prompts."""
-    choices = tuple(each.choices for each in found) if any(each.choices for each in found) else ()
-    return Outputs(tuple(each.text for each in found), latency_s, choices, tuple(repeats))
+    choices = tuple(answer.choices for answer in found) if any(answer.choices for answer in found) else ()
+    return Outputs(tuple(answer.text for answer in found), latency_s, choices, tuple(repeats))
 
 
 def compare(reference: Outputs, got: Outputs) -> Equality:

@@ -129,7 +129,7 @@ def join_hosts(hosts: Mapping[str, HostFigures]) -> HostFigures:
     """Join hosts to one machine: the worst of each figure, NICs as ``host/nic``."""
 
     def worst(name: str) -> Any:
-        values = [value for each in hosts.values() if (value := getattr(each, name)) is not None]
+        values = [value for host in hosts.values() if (value := getattr(host, name)) is not None]
         return max(values, default=None)
 
     shares = (
@@ -138,10 +138,10 @@ def join_hosts(hosts: Mapping[str, HostFigures]) -> HostFigures:
     )
     return replace(
         HostFigures(**{name: worst(name) for name in (*shares, "thermal_events")}),
-        gpu_slowdowns=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.gpu_slowdowns),
-        takers=tuple(f"{host}: {text}" for host, each in hosts.items() for text in each.takers),
-        nics={f"{host}/{name}": nic for host, each in hosts.items() for name, nic in each.nics.items()},
-        gpu_watts={f"{host}/{gpu}": w for host, each in hosts.items() for gpu, w in each.gpu_watts.items()},
+        gpu_slowdowns=tuple(f"{host}: {text}" for host, part in hosts.items() for text in part.gpu_slowdowns),
+        takers=tuple(f"{host}: {text}" for host, part in hosts.items() for text in part.takers),
+        nics={f"{host}/{name}": nic for host, part in hosts.items() for name, nic in part.nics.items()},
+        gpu_watts={f"{host}/{gpu}": w for host, part in hosts.items() for gpu, w in part.gpu_watts.items()},
     )
 
 
@@ -196,14 +196,14 @@ class Readings:
         return {
             **columns,
             "transport": self.transport,
-            "logged_transports": [asdict(each) for each in self.logged_transports],
+            "logged_transports": [asdict(transport) for transport in self.logged_transports],
             "carried_bytes": {way: carried for way, carried in ways.items() if carried},
             **({"gpu_watts": self.watts, "watts_by_gpu": self.gpu_watts} if self.gpu_watts else {}),
-            "use": {role: each.to_json() for role, each in sampled_use(self.rows, self.slots).items()},
+            "use": {role: use.to_json() for role, use in sampled_use(self.rows, self.slots).items()},
             "num_kv_tokens": {
-                role: int(each.cache_tokens) // each.instances
-                for role, each in self.engines.items()
-                if each.cache_tokens and each.instances
+                role: int(engine.cache_tokens) // engine.instances
+                for role, engine in self.engines.items()
+                if engine.cache_tokens and engine.instances
             },
         }
 

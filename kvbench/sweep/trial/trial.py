@@ -186,7 +186,7 @@ class TrialRunner:
         requests_path = self.store.path / f".requests-{plan.trial_id}.jsonl"
         if plan.closed is not None:
             spec |= {"concurrency": plan.closed.concurrency, "duration_s": plan.closed.duration_s}
-        if offered.flood is not None and offered.requests is None:
+        if offered.saturation is not None and offered.requests is None:
             spec["offsets_s"] = offered.offsets_s.tolist()
         if offered.requests is not None:
             write_requests(requests_path, offered.requests)
@@ -286,11 +286,11 @@ class TrialRunner:
         options = scenario.connector_options(label)
         engine = scenario.deployment.engine_options
         moves = connector.disaggregated and engine.starts_processes
-        kv_bytes, slack = None, 0.0
+        kv_bytes, tolerance = None, 0.0
         # Their requests differ in length, and reused KV does not move.
         if not trial.trace and trial.offered.sessions is None:
             input_len = trial.plan.cell.input_len
-            kv_bytes, slack = kv_bytes_per_request(scenario, input_len, readings.engines)
+            kv_bytes, tolerance = kv_bytes_per_request(scenario, input_len, readings.engines)
         may_expire = self._may_expire + load.cancelled
         lost = [(role.kv_expired or 0.0) + (role.kv_failures or 0.0) for role in readings.engines.values()]
         self._may_expire = max(0.0, may_expire - sum(lost))
@@ -304,7 +304,7 @@ class TrialRunner:
             "host": readings.host,
             "router": RouterFigures() if idle_router else readings.router(load.duration_s),
             "kv_bytes_per_request": kv_bytes if connector.disaggregated else None,
-            "kv_bytes_slack": slack,
+            "kv_bytes_tolerance": tolerance,
             "kv_bytes_certain": engine.kv_bytes_certain,
             "kv_may_expire": may_expire,
             "transport_asked": connector.transport_asked(options) if moves else "",

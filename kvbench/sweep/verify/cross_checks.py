@@ -131,10 +131,10 @@ def _cells(run: RunFolder) -> Iterator[Damage]:
     planned = run.plan.get("cells")
     if not isinstance(planned, list) or run.manifest.get("kind") not in KINDS[:-2]:
         return
-    known = {each.get("key") for each in planned if isinstance(each, Mapping)}
+    known = {row.get("key") for row in planned if isinstance(row, Mapping)}
     for where, cells in (
-        (CELLS, [each.cell for each in (*run.cells, *run.other_cells)]),
-        (TRIALS, [each.cell for each in run.all_trials]),
+        (CELLS, [cell.cell for cell in (*run.cells, *run.other_cells)]),
+        (TRIALS, [trial.cell for trial in run.all_trials]),
     ):
         for key in dict.fromkeys(cell.key for cell in cells):
             if key not in known:
@@ -147,11 +147,11 @@ def _lines_of_cells(run: RunFolder, planned: Sequence[str]) -> Iterator[Damage]:
     """Find cells of a complete run without a line, and skipped cells of a connector that was not skipped."""
     results = [*run.cells, *run.other_cells]
     if run.manifest.get("status") == "complete":
-        stored = {each.cell.key for each in results}
+        stored = {result.cell.key for result in results}
         for key in planned:
             if key not in stored:
                 yield Damage(CELLS, f"{key} is missing, although the run is complete")
-    skipped = [each.get("connector") for each in run.skipped]
+    skipped = [row.get("connector") for row in run.skipped]
     for result in results:
         if result.status == "skipped" and result.cell.connector not in skipped:
             yield Damage(CELLS, f"{result.cell.key} is skipped, but {MANIFEST} has no reason for that")
@@ -219,9 +219,9 @@ def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
         return
     for trial in run.all_trials:
         found = transport_of(trial)
-        if not found or any(each.gate == "wrong_transport" for each in trial.findings):
+        if not found or any(finding.gate == "wrong_transport" for finding in trial.findings):
             continue
-        with_label = {each.label: each for each in scenario.connectors}
+        with_label = {entry.label: entry for entry in scenario.connectors}
         choice = with_label.get(trial.cell.connector)
         if choice is None or choice.name not in connectors.names():
             continue
@@ -251,7 +251,7 @@ def mixed_transports(run: RunFolder) -> Iterator[str]:
 
 def breakdown_damages(trial: TrialRecord, requests: list[RequestRecord]) -> Iterator[Damage]:
     """Compare the servers' TTFT parts with the requests' mean TTFT."""
-    times = [each.ttft_s for each in requests if each.ok and each.ttft_s is not None]
+    times = [request.ttft_s for request in requests if request.ok and request.ttft_s is not None]
     stored = trial.engine.get("ttft_ms_mean_of_all")
     if not times or stored is None:
         return
@@ -263,9 +263,9 @@ def breakdown_damages(trial: TrialRecord, requests: list[RequestRecord]) -> Iter
     parts = trial.engine.get("ttft_breakdown_ms")
     if not isinstance(parts, Mapping):
         return
-    known = [each for each in parts.values() if isinstance(each, (int, float))]
-    cut_off = any(each == 0 for each in known)  # a negative part is stored as zero
-    whole = all(parts.get(each) is not None for each in ("router", "prefill_queue", "prefill"))
+    known = [part for part in parts.values() if isinstance(part, (int, float))]
+    cut_off = any(part == 0 for part in known)  # a negative part is stored as zero
+    whole = all(parts.get(key) is not None for key in ("router", "prefill_queue", "prefill"))
     total = sum(known)
     if not cut_off and (total > mean_ms * (1 + SAME) or (whole and not _close(total, mean_ms))):
         what = f"{name}: engine.ttft_breakdown_ms does not add up to the mean TTFT of its requests"
@@ -278,7 +278,7 @@ def _close(one: Any, other: float) -> bool:
 
 def claim_damages(run: RunFolder) -> Iterator[Damage]:
     """Compare an answer's statements about its trials with the trials, independent of the rules."""
-    trials = {each.trial_id: each for each in run.all_trials}
+    trials = {trial.trial_id: trial for trial in run.all_trials}
     for result in [*run.cells, *run.other_cells]:
         answer = result.answer or {}
         name = " ".join(filter(None, (result.cell.key, result.method, result.tier)))
@@ -287,8 +287,10 @@ def claim_damages(run: RunFolder) -> Iterator[Damage]:
         low, rate, high = (answer.get(key) for key in ("lower", "max_request_rate", "upper"))
         if rate is not None and not ((low or 0) * (1 - 1e-9) <= rate <= (high or rate) * (1 + 1e-9)):
             yield Damage(CELLS, f"{name}: {rate} is outside its interval [{low}, {high}]")
-        tries = [(each.request_rate, each.verdict) for each in trials.values() if each.cell == result.cell]
-        rates = {f"{each:.6g}" for each, _ in tries}
+        tries = [
+            (trial.request_rate, trial.verdict) for trial in trials.values() if trial.cell == result.cell
+        ]
+        rates = {f"{trial_rate:.6g}" for trial_rate, _ in tries}
         for point in answer.get("curve") or ():
             if f"{point.get('rate'):.6g}" not in rates:
                 yield Damage(
@@ -315,8 +317,8 @@ def _with_engine_count(run: RunFolder) -> Any:
     deployment = scenario.get("deployment") if isinstance(scenario, dict) else None
     if not isinstance(deployment, dict) or "aggregated" in deployment:
         return scenario
-    measured = [each for each in run.plan.get("deployments") or () if not each.get("reference_only")]
-    members = [instance_names(run.plan, each.get("label")) for each in measured]
+    measured = [row for row in run.plan.get("deployments") or () if not row.get("reference_only")]
+    members = [instance_names(run.plan, row.get("label")) for row in measured]
     counts = [len(names) for names in members if names and names[0].startswith(AGGREGATED)]
     if not counts or not engines.options_model_of(run.plan).starts_processes:
         return scenario

@@ -74,7 +74,7 @@ class StoredSite(Site):
             raise UnansweredError(f"{plan.trial_id} at {plan.rate:g} req/s ({plan.purpose})")
         self.asked[plan.trial_id] = plan
         if record.purpose != plan.purpose or not math.isclose(record.request_rate, plan.rate, rel_tol=1e-9):
-            stored, now = (f"{each:g} req/s" for each in (record.request_rate, plan.rate))
+            stored, now = (f"{rate:g} req/s" for rate in (record.request_rate, plan.rate))
             words = f"{plan.trial_id} is not what its search requests there"
             self.otherwise.append(
                 Damage(TRIALS, words, f"{stored} ({record.purpose})", f"{now} ({plan.purpose})")
@@ -144,25 +144,27 @@ class Searches:
             reference = references.setdefault(self._plan.reference_of(planned.label), {})
             knowledge = replace(of_all, reference=reference)
             cells = self._plan.cells_of(planned.label)
-            repeats = [each for cell in cells if (each := self._repeat(planned, cell, knowledge))]
-            done = {each.cell: each for each in repeats if each.found and each.found[0].status == "done"}
+            repeats = [repeat for cell in cells if (repeat := self._repeat(planned, cell, knowledge))]
+            done = {
+                repeat.cell: repeat for repeat in repeats if repeat.found and repeat.found[0].status == "done"
+            }
             for cell, seconds in knowledge.budget.spare_parts(list(done)):
                 done[cell].go_on(seconds, knowledge)
-            for each in repeats:
-                yield from self._check_cell(each)
+            for repeat in repeats:
+                yield from self._check_cell(repeat)
 
     def _results(self) -> list[CellResult]:
         return [*self._run.cells, *self._run.other_cells]
 
     def _repeat(self, planned: DeploymentPlan, cell: Cell, knowledge: Knowledge) -> Repeat | None:
         """Repeat a cell's search; None if there is none, or its start is not stored."""
-        stored = [each for each in self._results() if each.cell == cell]
+        stored = [result for result in self._results() if result.cell == cell]
         trials = {
-            each.trial_id: each
-            for each in self._run.all_trials
-            if each.cell == cell and each.method != "equal_rate"
+            trial.trial_id: trial
+            for trial in self._run.all_trials
+            if trial.cell == cell and trial.method != "equal_rate"
         }
-        wanted = bool(trials) or any(each.status in ("done", "refused") for each in stored)
+        wanted = bool(trials) or any(result.status in ("done", "refused") for result in stored)
         idle = self._idle_result(planned, cell) if wanted else None
         repeat = None
         if idle is not None:
@@ -172,13 +174,13 @@ class Searches:
             repeat.run(is_reference=planned.label == self._plan.reference_of(planned.label))
         else:
             self.unknown += [cell] if wanted else []
-            knowledge.budget.left_s -= math.fsum(each.duration_s for each in trials.values())
+            knowledge.budget.left_s -= math.fsum(trial.duration_s for trial in trials.values())
         found = repeat.found if repeat else []
-        for each in stored:
-            rate = (each.answer or {}).get("max_request_rate")
-            if each.main and not found:
-                knowledge.budget.end(each)
-            if each.main and each.status == "done" and rate is not None and _as_long(each, found):
+        for row in stored:
+            rate = (row.answer or {}).get("max_request_rate")
+            if row.main and not found:
+                knowledge.budget.end(row)
+            if row.main and row.status == "done" and rate is not None and _as_long(row, found):
                 knowledge.rates[cell] = rate
         if found:
             knowledge.budget.end(found[0])
@@ -217,10 +219,10 @@ class Searches:
     def _is_complete(self, repeat: Repeat, finished: Sequence[CellResult]) -> bool:
         """Return whether a cell has all its lines. Its last line marks it as complete. A complete run has all
         lines, except of cells that failed or were skipped when the run was resumed."""
-        if any(ends_cell(each, self._scenario.search.method) for each in finished):
+        if any(ends_cell(result, self._scenario.search.method) for result in finished):
             return True
-        skipped = [each.get("connector") for each in self._run.skipped]
-        failed = any(each.status == "failed" for each in repeat.stored)
+        skipped = [row.get("connector") for row in self._run.skipped]
+        failed = any(result.status == "failed" for result in repeat.stored)
         complete = self._run.manifest.get("status") == "complete"
         return complete and not failed and repeat.cell.connector not in skipped
 

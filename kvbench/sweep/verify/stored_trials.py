@@ -82,7 +82,7 @@ class StoredTrial:
             known["whole_run"] = {**whole, "failed": whole["failed"] - now["whole_run"]["cancelled"]}
         differs = json_differences(known, {key: now[key] for key in known}, "summary")
         # Additional figures of this kvbench are no damage.
-        found = [each for each in differs if each[1] != ABSENT]
+        found = [differ for differ in differs if differ[1] != ABSENT]
         words = f"not follow from requests/{record.trial_id}.parquet"
         for path, then, value in found[:MOST_SAID]:
             yield self.damage(f"{path} does {words}", then, value)
@@ -191,7 +191,9 @@ class StoredTrial:
         """Compare decisions during the trial with the requests known then."""
         for name, decision in self._decisions().items():
             slo = self.scenario.slo.by_tier()[name]
-            inside = [each for each in self.requests if Window(*decision.window_s).has(each.scheduled_s)]
+            inside = [
+                request for request in self.requests if Window(*decision.window_s).has(request.scheduled_s)
+            ]
             measured = decision.measured
             if not measured.n:
                 continue
@@ -226,12 +228,12 @@ def _decision(live: Mapping[str, Any]) -> Decision:
 
 
 def _verdicts(summary: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: each.get("verdict") for name, each in (summary.get("tiers") or {}).items()}
+    return {name: tier.get("verdict") for name, tier in (summary.get("tiers") or {}).items()}
 
 
 def _without_live(summary: Mapping[str, Any]) -> Any:
     tiers = (summary.get("tiers") or {}).items()
-    return as_read({name: {k: v for k, v in each.items() if k != "live"} for name, each in tiers})
+    return as_read({name: {k: v for k, v in tier.items() if k != "live"} for name, tier in tiers})
 
 
 def _names(findings: Sequence[Finding]) -> list[str]:

@@ -62,10 +62,10 @@ class TransportReader:
     def found(self) -> list[LoggedTransport]:
         """Return what proves the KV's transport. In order: tables of the connector's operation (GPU memory
         first), lanes of one transport, the transport that the library has started."""
-        if tables := [each for each in self._tables.values() if each.operation == self.operation]:
-            on_gpus = [each for each in tables if each.gpu]
+        if tables := [table for table in self._tables.values() if table.operation == self.operation]:
+            on_gpus = [table for table in tables if table.gpu]
             return on_gpus or tables
-        lanes = [each for each in self._lanes.values() if len(_families(each.transports)) == 1]
+        lanes = [lane for lane in self._lanes.values() if len(_families(lane.transports)) == 1]
         if lanes and len(lanes) == len(self._lanes):
             return lanes
         # A library that has started both uses RDMA.
@@ -132,5 +132,5 @@ def gpu_transport(lines: Sequence[str], operation: str) -> str:
     and reads TCP."""
     reader = TransportReader(operation=operation)
     reader.feed(lines)
-    names = dict.fromkeys(name for each in reader.found() if each.gpu for name in each.transports)
+    names = dict.fromkeys(name for entry in reader.found() if entry.gpu for name in entry.transports)
     return f"ucx:{' '.join(names)}" if names else ""

@@ -69,7 +69,7 @@ def test_known_coefficients_are_found_again(truth: dict[str, float], seed: int) 
         {"front_end_ms": 1, "prefill_step_ms": 1, "prefill_token_ms": 1e3, "prefill_attention_ms": 1e6},
         {"decode_step_ms": 1, "decode_seq_ms": 10, "decode_context_ms": 1e4},
     ):
-        cost, known = (sum(each[name] * n for name, n in counts.items()) for each in (found.values, truth))
+        cost, known = (sum(costs[name] * n for name, n in counts.items()) for costs in (found.values, truth))
         assert cost == pytest.approx(known, rel=0.15), (found.values, found.errors)
     unseen = served_with(truth, a_load(1.0, 40, seed + 50))
     times = unseen.predicted(found.values)
@@ -137,10 +137,10 @@ def test_too_few_requests_are_refused() -> None:
 def test_draws_have_the_covariance_of_the_fit() -> None:
     covariance = np.array([[4.0, 1.8], [1.8, 1.0]])
     found = FittedTiming({"a": 100.0, "b": 50.0}, covariance, (0.0, 0.0), 1)
-    made = np.array([list(each.values()) for each in found.draws(4000, 1)])
+    made = np.array([list(draw.values()) for draw in found.draws(4000, 1)])
     assert np.cov(made.T) == pytest.approx(covariance, rel=0.1)
     assert all(
-        each["b"] >= 0 for each in FittedTiming({"a": 1.0, "b": 0.1}, covariance, (0, 0), 1).draws(50, 2)
+        draw["b"] >= 0 for draw in FittedTiming({"a": 1.0, "b": 0.1}, covariance, (0, 0), 1).draws(50, 2)
     )
 
 

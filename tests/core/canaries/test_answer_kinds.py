@@ -187,7 +187,7 @@ def test_one_text_for_several_prompts_in_one_asking_and_not_in_the_next_is_wrong
     first = [CANNED if place % 2 else text for place, text in enumerate(RIGHT)]
     again = [CANNED if place % 3 else text for place, text in enumerate(RIGHT)]
     result = judge_canaries(idle(first, again), [])
-    assert {each.kind for each in result.wrong} == {"another_prompt"}
+    assert {canary.kind for canary in result.wrong} == {"another_prompt"}
     assert "the same text for 16 canary prompts" in result.wrong[0].text()
 
 

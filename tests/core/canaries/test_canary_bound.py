@@ -78,6 +78,6 @@ def test_several_trials_see_what_one_of_them_sees_and_more(tests: list[tuple[int
     for of, least in possible:
         unseen *= binomial_cdf(least - 1, of, share)
     assert unseen == pytest.approx(0.05, abs=1e-6)
-    assert all(share <= found_in_any([each]) + 1e-9 for each in possible)
+    assert all(share <= found_in_any([test]) + 1e-9 for test in possible)
     if all(least == 1 for _, least in possible):
         assert share == pytest.approx(1 - 0.05 ** (1 / sum(of for of, _ in possible)), rel=1e-6)

@@ -63,7 +63,7 @@ def test_it_is_not_back_while_it_comes_and_goes():
 
 def test_too_few_requests_after_it_tell_of_no_return():
     cost = fault_cost(even(1, 14, [(10, 11)]), 1, 0.9, 10.0)
-    assert len([each for each in even(1, 14) if each.due_s >= 10]) < cost.window
+    assert len([outcome for outcome in even(1, 14) if outcome.due_s >= 10]) < cost.window
     assert cost.back_s is None
 
 
@@ -166,10 +166,10 @@ def test_bins_hold_every_request_that_was_due_in_them(drawn):
     outcomes = [RequestOutcome(due, None, fate) for due, fate in drawn]
     bins = goodput_bins(outcomes, 0.5, 10.0)
     assert len(bins) == 20
-    assert sum(sum(each.fates.values()) for each in bins) == sum(due < 10 for due, _ in drawn)
-    for each in bins:
-        inside = [fate for due, fate in drawn if each.start_s <= due < each.start_s + 0.5]
-        assert each.fates["good"] == inside.count("good")
+    assert sum(sum(interval.fates.values()) for interval in bins) == sum(due < 10 for due, _ in drawn)
+    for interval in bins:
+        inside = [fate for due, fate in drawn if interval.start_s <= due < interval.start_s + 0.5]
+        assert interval.fates["good"] == inside.count("good")
 
 
 def test_repeats_together_and_those_that_never_came_back():

@@ -29,40 +29,40 @@ def test_the_same_seed_gives_the_same_plan_and_each_fault_as_often_as_asked(seed
     wanted = usual_faults(counts)
     plan = plan_faults(wanted, counts, FaultTimes(), repeats, seed)
     assert plan == plan_faults(wanted, counts, FaultTimes(), repeats, seed)
-    assert [each.number for each in plan] == list(range(1, len(plan) + 1))
-    for each in wanted:
-        mine = [fault for fault in plan if (fault.kind, fault.target) == (each.kind, each.target)]
+    assert [fault.number for fault in plan] == list(range(1, len(plan) + 1))
+    for case in wanted:
+        mine = [fault for fault in plan if (fault.kind, fault.target) == (case.kind, case.target)]
         assert sorted(fault.repeat for fault in mine) == list(range(1, repeats + 1))
         assert all(0 <= fault.index < counts[fault.target] for fault in mine)
         assert all(5.0 <= fault.at_s <= 5.0 + JITTER_S for fault in mine)
         assert all(fault.most_s >= fault.at_s + fault.down_s + fault.after_s for fault in mine)
-    assert faults_of([each.to_json() for each in plan]) == plan
+    assert faults_of([fault.to_json() for fault in plan]) == plan
 
 
 def test_two_seeds_give_two_orders_and_moments():
     wanted = usual_faults(ONE_PAIR)
     first, second = (plan_faults(wanted, ONE_PAIR, FaultTimes(), 2, seed) for seed in (1, 2))
-    assert [each.name for each in first] != [each.name for each in second]
-    assert [each.at_s for each in first] != [each.at_s for each in second]
+    assert [fault.name for fault in first] != [fault.name for fault in second]
+    assert [fault.at_s for fault in first] != [fault.at_s for fault in second]
     # And within one plan a repeat is no copy of the one before.
     half = len(wanted)
-    assert [each.name for each in first[:half]] != [each.name for each in first[half:]]
+    assert [fault.name for fault in first[:half]] != [fault.name for fault in first[half:]]
 
 
 def test_a_fault_s_own_times_leave_the_others_where_they_were():
-    asked = [WantedFault.parse(each) for each in ("kill:prefill", "freeze:decode", "restart:router")]
-    own = [WantedFault.parse(each) for each in ("kill:prefill", "freeze:decode@9+2", "restart:router")]
-    plain, moved = (plan_faults(each, ONE_PAIR, FaultTimes(), 1, 7) for each in (asked, own))
+    asked = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode", "restart:router")]
+    own = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode@9+2", "restart:router")]
+    plain, moved = (plan_faults(faults, ONE_PAIR, FaultTimes(), 1, 7) for faults in (asked, own))
     for before, after in zip(plain, moved, strict=True):
         assert (before == after) == (before.kind != "freeze")
-    (frozen,) = [each for each in moved if each.kind == "freeze"]
+    (frozen,) = [fault for fault in moved if fault.kind == "freeze"]
     assert (frozen.at_s, frozen.down_s) == (9, 2)
 
 
 def test_what_is_killed_stays_dead_and_what_is_started_again_gets_its_time():
     times = FaultTimes(before_s=1, down_s=2, after_s=3, ready_s=40)
-    asked = [WantedFault.parse(each) for each in ("kill:prefill", "restart:prefill", "lease:prefill")]
-    plan = {each.kind: each for each in plan_faults(asked, ONE_PAIR, times, 1, 1)}
+    asked = [WantedFault.parse(text) for text in ("kill:prefill", "restart:prefill", "lease:prefill")]
+    plan = {fault.kind: fault for fault in plan_faults(asked, ONE_PAIR, times, 1, 1)}
     assert plan["kill"].down_s == 0
     assert plan["restart"].most_s == pytest.approx(plan["restart"].at_s + 2 + 40 + 3)
     assert plan["lease"].after_s > 30  # a lease ends after 30 s
@@ -70,10 +70,10 @@ def test_what_is_killed_stays_dead_and_what_is_started_again_gets_its_time():
 
 def test_the_usual_faults_need_no_lab_and_the_lab_s_need_one():
     plain, lab = usual_faults(ONE_PAIR), usual_faults({**ONE_PAIR, "nic": 2}, lab=True)
-    assert {each.kind for each in plain} == set(POSSIBLE) - set(LAB_KINDS)
-    assert {(each.kind, each.target) for each in lab} > {(each.kind, each.target) for each in plain}
-    assert {each.target for each in lab if each.kind == "pull"} == {"nic"}
-    assert "metadata" not in {each.target for each in plain}
+    assert {fault.kind for fault in plain} == set(POSSIBLE) - set(LAB_KINDS)
+    assert {(fault.kind, fault.target) for fault in lab} > {(fault.kind, fault.target) for fault in plain}
+    assert {fault.target for fault in lab if fault.kind == "pull"} == {"nic"}
+    assert "metadata" not in {fault.target for fault in plain}
 
 
 def test_names_of_faults_and_of_whom_they_are_done_to():

@@ -49,7 +49,7 @@ def test_a_session_begins_at_its_own_level():
     assert found.verdict == "grows"
     assert found.lower < 60.0 < found.upper
     kept = settled(leaking)
-    assert all(each.at_s != 1800.0 for each in kept)  # the new session's first window is its warm-up
+    assert all(window.at_s != 1800.0 for window in kept)  # the new session's first window is its warm-up
 
 
 def test_too_few_windows_tell_nothing():

@@ -126,9 +126,11 @@ def test_at_32k_impossible_at_any_precision_at_16k_in_16_bits(imported: Callable
 
 def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str], RunFolder]) -> None:
     wrong = [
-        each for each in conclusions([imported("notes")]) if each.kind == "claim" and each.level == "invalid"
+        conclusion
+        for conclusion in conclusions([imported("notes")])
+        if conclusion.kind == "claim" and conclusion.level == "invalid"
     ]
-    words = " ".join(each.text for each in wrong)
+    words = " ".join(conclusion.text for conclusion in wrong)
     assert "mean_ttft_ms of mooncake at 32,768 is 413, not 461" in words
     assert "mean_ttft_ms of nixl at 32,768 is 846, not 2,779" in words
     assert "total_token_throughput of nixl at 32,768 is 110,775, not 129,000" in words
@@ -138,10 +140,10 @@ def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str],
 
 def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callable[[str], RunFolder]) -> None:
     told = conclusions([imported("notes")])
-    assert not [each for each in told if each.kind == "ahead"]
-    unequal = next(each for each in told if each.kind == "untold" and "32,768" in each.text)
+    assert not [result for result in told if result.kind == "ahead"]
+    unequal = next(result for result in told if result.kind == "untold" and "32,768" in result.text)
     assert "different rates were offered, 45 and 35 req/s" in unequal.text
-    alike = next(each for each in told if each.kind == "untold" and "1,024" in each.text)
+    alike = next(result for result in told if result.kind == "untold" and "1,024" in result.text)
     assert "one run each" in alike.text
     assert "burst" in alike.text
 
@@ -262,8 +264,8 @@ def test_sessions_wait_for_answers_so_their_rate_is_no_promise() -> None:
 def test_arrivals_are_counted_from_the_requests_of_a_trial() -> None:
     run = load_run(Path(__file__).parents[3] / "results" / "reference" / "seed-h200-emulated")
     (row,) = load_rows(run)
-    requests = [each for each in run.request_records(row.key) if each.sent_s is not None]
-    last_s = max(each.scheduled_s for each in requests)
+    requests = [record for record in run.request_records(row.key) if record.sent_s is not None]
+    last_s = max(request.scheduled_s for request in requests)
     assert (row.arrived, row.arrived_in_s) == (len(requests), last_s)
     assert row.arrival_rate == len(requests) / last_s
     assert row.arrival_rate != row.request_rate
@@ -374,18 +376,14 @@ def one_pair(*rows: LoadRow, by: str = "connector") -> Pair:
 
 
 def test_repeated_runs_tell_who_is_ahead() -> None:
-    rows = [
-        make_row("a", figures={"mean_ttft_ms": 100.0 + each, "p99_ttft_ms": 200.0 + each})
-        for each in range(4)
-    ]
+    rows = [make_row("a", figures={"mean_ttft_ms": 100.0 + ms, "p99_ttft_ms": 200.0 + ms}) for ms in range(4)]
     rows += [
-        make_row("b", figures={"mean_ttft_ms": 150.0 + each, "p99_ttft_ms": 201.0 + each})
-        for each in range(4)
+        make_row("b", figures={"mean_ttft_ms": 150.0 + ms, "p99_ttft_ms": 201.0 + ms}) for ms in range(4)
     ]
     pair = one_pair(*rows)
     assert (pair.scope, [ratio.figure for ratio in pair.significant]) == ("runs", ["mean_ttft_ms"])
     assert pair.text().startswith("1,024 in, 10 req/s: a is ahead of b: mean TTFT 33.0% lower [30.9, 35.1]")
-    (ahead,) = [each for each in conclude(rows) if each.kind == "ahead"]
+    (ahead,) = [conclusion for conclusion in conclude(rows) if conclusion.kind == "ahead"]
     assert "for repeated runs" in ahead.advice
 
 
@@ -468,7 +466,9 @@ def test_a_report_of_imports_has_conclusions_rows_and_origin(imported: Callable[
     assert "notes.txt:583-619" in text
     assert run.manifest["imported"]["files"][0]["sha256"] in text
     summary = json.loads((run.path / "tables" / "summary.json").read_text())
-    assert [each["text"] for each in summary["conclusions"]] == [each.text for each in conclusions([run])]
+    assert [entry["text"] for entry in summary["conclusions"]] == [
+        conclusion.text for conclusion in conclusions([run])
+    ]
     (run.path / "report.md").unlink()
     write_report(run.path, ("md",))
     assert (run.path / "report.md").read_text() == text

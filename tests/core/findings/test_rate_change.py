@@ -123,7 +123,7 @@ def test_repeats_give_few_false_alarms_and_the_power_that_is_told(before: int, a
         told.append(lost.seen(0.1, 0.05))
     assert false / pairs <= FALSE_ALARMS
     # It is told as what it is at least with 80 %.
-    assert np.mean([each <= seen / pairs + 0.03 for each in told if each is not None]) >= 0.75
+    assert np.mean([share <= seen / pairs + 0.03 for share in told if share is not None]) >= 0.75
 
 
 def test_so_many_repeats_as_are_told_see_the_loss() -> None:

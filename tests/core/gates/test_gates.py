@@ -265,7 +265,7 @@ def test_what_is_said_of_each_lie() -> None:
     """Word for word, with the figures. Where it is meant to change: KVBENCH_RECORD=1 writes it anew."""
     told = []
     for gate, _, lie in LIES:
-        finding = next(each for each in judge(lie)[2] if each.gate == gate)
+        finding = next(result for result in judge(lie)[2] if result.gate == gate)
         told.append(f"{gate} ({finding.level})\n  {finding.message}\n  {finding.advice}")
         told += [f"    {name}: {value}" for name, value in sorted(rounded(finding.evidence).items())]
     text = "\n".join(told) + "\n"
@@ -279,8 +279,8 @@ def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: rounded(part) for key, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def test_a_late_client_refuses_a_miss_that_it_may_have_caused() -> None:
@@ -490,10 +490,10 @@ def test_answers_faster_than_any_model_are_said_with_their_time() -> None:
         )
         for i in range(N)
     ]
-    for each in quick:
-        each.last_token_s = (each.sent_s or 0.0) + 0.0012
+    for record in quick:
+        record.last_token_s = (record.sent_s or 0.0) + 0.0012
     found = bare(quick)
-    (finding,) = [each for each in judge(found)[2] if each.gate == "impossible_answers"]
+    (finding,) = [result for result in judge(found)[2] if result.gate == "impossible_answers"]
     assert finding.message == (
         "answers are faster than any model: 100 of 100 took less than 0.1 ms a token, for "
         "example 50 tokens within 1.20 ms"
@@ -538,7 +538,7 @@ def test_the_seed_study_s_cached_prompts_are_impossible() -> None:
         records, summarise(records, SLO, 45, 6), SLO, prefill_work=work, prefill_flops=peak,
         hardware="8 × H200",
     )  # fmt: skip
-    finding = next(each for each in judge(found)[2] if each.gate == "impossible_prefill")
+    finding = next(result for result in judge(found)[2] if result.gate == "impossible_prefill")
     assert finding.evidence["flop_per_s"] > 16e15
     # The same prompts, first tokens as far apart as 40 % of the peak allows.
     each_s = work.flop(32_768) / (0.4 * peak)
@@ -560,7 +560,7 @@ def test_gpus_by_the_names_that_drivers_give() -> None:
 def test_every_gate_says_what_it_proves_and_how() -> None:
     table = gate_table()
     assert len(table) == len(GATES) + 2
-    assert all(each.proves and each.evidence and each.limits for each in table)
+    assert all(row.proves and row.evidence and row.limits for row in table)
 
 
 @st.composite
@@ -730,7 +730,7 @@ def test_judge_is_total(good: int, bad: int, errors: int, with_engines: bool) ->
 
 
 def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
-    finding = next(each for each in judge(logged(PULLED))[2] if each.gate == "wrong_transport")
+    finding = next(result for result in judge(logged(PULLED))[2] if result.gate == "wrong_transport")
     assert finding.message == (
         "decode-0's KV moves over tcp/eth1 by software emulation (read from cuda into cuda memory, intra-"
         "node), 0.5 GB/s by the engine's times: the transfer library found no better transport, and TCP was "
@@ -825,7 +825,7 @@ def test_cpu_time_of_unknown_owner_is_not_blamed_on_others() -> None:
     why = "the process that listens at http://127.0.0.1:8000 cannot be seen"
     found = disturbed(BAD, replace(TAKEN, unknown_owner=why), hosts_watched=False)
     verdict, _, findings = judge(found)
-    (finding,) = [each for each in findings if each.gate == "machine_disturbed"]
+    (finding,) = [result for result in findings if result.gate == "machine_disturbed"]
     assert (verdict, finding.level) == ("missed", "warning")
     assert finding.message == (
         "the machine was disturbed: 53.0% of the CPU time was used by processes of unknown owner "

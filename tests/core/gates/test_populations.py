@@ -84,10 +84,10 @@ def test_lengths_that_differ_are_taken_out() -> None:
 
 def records(slow: float, gap: float = 1.0) -> list[RequestRecord]:
     found = []
-    for i, each in enumerate(GOOD):
-        first = each.scheduled_s + 0.05 * (slow if i % 2 else 1.0)
+    for i, record in enumerate(GOOD):
+        first = record.scheduled_s + 0.05 * (slow if i % 2 else 1.0)
         step = 0.01 * (gap if i % 2 else 1.0)
-        found.append(replace(each, first_token_s=first, last_token_s=first + 4 * step))
+        found.append(replace(record, first_token_s=first, last_token_s=first + 4 * step))
     return found
 
 

@@ -76,5 +76,5 @@ def test_an_idle_instance_is_named(served: tuple[float, ...], level: str | None)
 def test_tokens_count_where_requests_do_not() -> None:
     """Instances that count tokens serve as many requests as their part of them."""
     found = evidence(GOOD, engines=engines(decode={"served": (50_000.0, 100.0)}))
-    finding = next(each for each in judge(found)[2] if each.gate == "unequal_instances")
+    finding = next(result for result in judge(found)[2] if result.gate == "unequal_instances")
     assert "1 of 2 decode instances were idle" in finding.message

@@ -60,7 +60,7 @@ def test_five_per_cent_and_less_of_other_users_answers_are_found(n: int, every: 
 
 
 def test_a_stale_answer_of_the_request_before_is_found_where_none_is_under_way() -> None:
-    records = [replace(each, last_token_s=each.sent_s) for each in load(swapped(300, 50, back=1))]
+    records = [replace(record, last_token_s=record.sent_s) for record in load(swapped(300, 50, back=1))]
     assert found(records) is not None
 
 
@@ -124,8 +124,8 @@ def test_lengths_that_change_with_time_are_compared_among_themselves() -> None:
     for _ in range(40):
         texts = random.integers(0, 200, 300).tolist()
         records = load(texts, int(random.integers(2**31)))
-        for each in records[30:]:
-            each.output_len, each.text_crc = LONG_TOKENS + 1, 10_000 + (each.text_crc or 0)
+        for record in records[30:]:
+            record.output_len, record.text_crc = LONG_TOKENS + 1, 10_000 + (record.text_crc or 0)
         alarms += found(records) is not None
     assert alarms <= 1
 

@@ -174,9 +174,9 @@ def test_the_peak_output_is_that_of_the_busiest_second_since_the_first_send() ->
     """Two answers of eleven tokens, at 0.1 s a token from 0.4 s and from 1.2 s after the first send."""
     two = [request(1.0, 0.401, 0.1), request(1.8, 0.401, 0.1)]
     assert metrics.peak_output(two) == 13.0  # 5 of the first and 8 of the second between 1 s and 2 s
-    bundled = [replace(each, output_len=22) for each in two]
+    bundled = [replace(record, output_len=22) for record in two]
     assert metrics.peak_output(bundled) == 26.0
-    assert metrics.peak_output([replace(each, itl_s=[]) for each in two]) == 13.0
+    assert metrics.peak_output([replace(record, itl_s=[]) for record in two]) == 13.0
     assert metrics.peak_output([RequestRecord("x", 0, 1, 1, error="timeout")]) is None
 
 

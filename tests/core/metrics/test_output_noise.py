@@ -51,7 +51,7 @@ def tokens(
 
 
 def text(choices: tuple[TokenChoice, ...]) -> str:
-    return "".join(each.token for each in choices)
+    return "".join(choice.token for choice in choices)
 
 
 def served(
@@ -104,8 +104,8 @@ def test_noise_differs_from_the_first_equality_check() -> None:
     """The made-up servers do differ from themselves: else the test above would say nothing."""
     rng = np.random.default_rng(7)
     found = [noise_of(served(rng, 0.05, first=1000 * n, repeats=3)) for n in range(40)]
-    assert sum(each.differed > 0 for each in found) > 20
-    assert all(each.nats and 0.05 < each.nats < 1.0 for each in found)
+    assert sum(noise.differed > 0 for noise in found) > 20
+    assert all(noise.nats and 0.05 < noise.nats < 1.0 for noise in found)
 
 
 def test_without_log_probabilities_the_number_of_differences_decides() -> None:

@@ -11,17 +11,17 @@ from kvbench.core.stats import LEAST_PAIRS, Added, added, block_length
 
 
 def by_name(found: list[Added]) -> dict[str, Added]:
-    return {each.figure: each for each in found}
+    return {delta.figure: delta for delta in found}
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.floats(-5, 5), st.integers(LEAST_PAIRS, 200), st.integers(0, 10**6))
 def test_a_constant_is_found_exactly(shift: float, n: int, seed: int) -> None:
     without = np.random.default_rng(seed).lognormal(3, 1, n)
-    for each in added([(without + shift, without)]):
-        assert each.added == pytest.approx(shift, abs=1e-6)
-        assert each.lower == pytest.approx(shift, abs=1e-6)
-        assert each.upper == pytest.approx(shift, abs=1e-6)
+    for delta in added([(without + shift, without)]):
+        assert delta.added == pytest.approx(shift, abs=1e-6)
+        assert delta.lower == pytest.approx(shift, abs=1e-6)
+        assert delta.upper == pytest.approx(shift, abs=1e-6)
 
 
 def test_what_both_share_falls_out() -> None:
@@ -63,9 +63,9 @@ def test_the_figures_are_those_of_all_pairs_together() -> None:
         assert found[name].added == pytest.approx(a - b)
     assert found["mean"].added == pytest.approx(with_.mean() - without.mean())
     assert found["request"].added == pytest.approx(np.median(with_ - without))
-    for each in found.values():
-        assert each.lower < each.added < each.upper
-        assert each.seen
+    for delta in found.values():
+        assert delta.lower < delta.added < delta.upper
+        assert delta.seen
 
 
 def test_no_difference_is_not_told_from_zero() -> None:

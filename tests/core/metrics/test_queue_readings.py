@@ -24,7 +24,7 @@ def test_a_load_that_began_later_is_read_as_one_that_began_then() -> None:
     how = {"rate": 10.0, "latency_s": 0.3, "ttft_limit_s": 1.0}
     whole = QueueReadings.of_records(records, end_s, end_s + 1, **how)
     late = whole.since(begin_s)
-    alone = [each for each in records if each.scheduled_s >= begin_s]
+    alone = [record for record in records if record.scheduled_s >= begin_s]
     assert (len(late.offsets_s), late.offsets_s[0]) == (len(alone), alone[0].scheduled_s - begin_s)
     assert np.all(late.times_s > 0)
     assert np.all(np.diff(late.firsts) >= 0)

@@ -90,7 +90,7 @@ def test_any_text_is_a_limit_or_refused(text: str) -> None:
 def test_an_slo_is_read_back(slo: Slo) -> None:
     read = Slo.from_json(slo.to_json())
     assert (read.ttft_ms, read.tpot_ms, read.attainment) == (slo.ttft_ms, slo.tpot_ms, slo.attainment)
-    assert [each.short() for each in read.limits] == [each.short() for each in slo.limits]
+    assert [limit.short() for limit in read.limits] == [limit.short() for limit in slo.limits]
 
 
 def test_old_scenarios_slos_are_joint_attainment() -> None:
@@ -162,7 +162,7 @@ def test_what_comes_in_clusters_widens_the_interval_of_every_form() -> None:
     cluster = [request(2.0 if 100 <= i < 110 else 0.1, at_s=i / 10) for i in range(200)]
     slo = Slo(1000, None, 0.9, (Limit.parse("ttft p90 <= 1000"), Limit.parse("ttft mean <= 500")))
     alone, together = (judge_criteria(records, slo, None) for records in (spread, cluster))
-    assert [each.kind for each in alone] == ["share", "share", "mean"]
+    assert [criterion.kind for criterion in alone] == ["share", "share", "mean"]
     for one, other in zip(alone, together, strict=True):
         assert one.value == pytest.approx(other.value)
         assert None not in (one.lower, one.upper, other.lower, other.upper)
@@ -184,7 +184,7 @@ def test_a_summary_says_what_was_asked_and_what_came_of_it() -> None:
     listed = summarise(records, Slo(limits=(Limit.parse("ttft p90 <= 150"),)), 10, 6)
     assert listed.slo_attainment is None  # no limit on single requests
     assert listed.attained
-    assert [each.text for each in listed.criteria] == ["TTFT P90 ≤ 150 ms"]
+    assert [criterion.text for criterion in listed.criteria] == ["TTFT P90 ≤ 150 ms"]
     assert not summarise(records, Slo(limits=(Limit.parse("ttft mean <= 99"),)), 10, 6).attained
     assert not summarise([], Slo(100), 10, 6).attained
     whole = listed.whole_run
@@ -226,7 +226,7 @@ def test_the_burst_method_looks_at_means() -> None:
     assert slo.limits == (Limit("ttft_ms", "mean", 5000), Limit("tpot_ms", "mean", 50))
     # Failed requests are no part of it.
     records = [request(0.1), *(request(0.1, error="timeout") for _ in range(9))]
-    assert all(each.met for each in judge_criteria(records, slo, None))
+    assert all(criterion.met for criterion in judge_criteria(records, slo, None))
 
 
 def test_tiers_begin_with_the_strictest() -> None:

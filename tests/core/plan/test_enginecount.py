@@ -220,7 +220,7 @@ def uneven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
 
 
 def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
-    pair = next(each for each in summary_table(uneven) if each.cell.connector == "nixl")
+    pair = next(entry for entry in summary_table(uneven) if entry.cell.connector == "nixl")
     per = pair.answer.max_request_rate / 2
     write_report(uneven.path)
     with (uneven.path / "tables/summary.csv").open(encoding="utf-8") as file:
@@ -243,14 +243,14 @@ def test_emulated_gpus_have_goodput_tokens_and_costs(tmp_path: Path, monkeypatch
     monkeypatch.setitem(PLAN, "deployments", plan["deployments"])
     monkeypatch.setitem(PLAN, "scenario", {**PLAN["scenario"], **plan["scenario"]})
     run = load_run(make_run(tmp_path, ("aggregated", "nixl"), (512,)))
-    pair = next(each for each in summary_table(run) if each.cell.connector == "nixl")
+    pair = next(entry for entry in summary_table(run) if entry.cell.connector == "nixl")
     rate, tokens = pair.answer.max_request_rate, pair.values["output_tok_per_s"]
     assert rate is not None
     assert tokens is not None
     assert (pair.size, pair.price) == (Size(2, 8), 1.8)
     write_report(run.path)
     with (run.path / "tables/summary.csv").open(encoding="utf-8") as file:
-        line = next(each for each in csv.DictReader(file) if each["connector"] == "nixl")
+        line = next(record for record in csv.DictReader(file) if record["connector"] == "nixl")
     # 8 GPUs at 1.8 an hour are 0.004 a second.
     for column, value in {
         "max_request_rate_per_gpu": rate / 8,
@@ -282,14 +282,14 @@ def test_known_power_is_told_by_gpu_and_by_token(tmp_path: Path, monkeypatch: py
         lambda *given: (trial := made(*given), trial.engine.update(gpu_watts=4800.0))[0],
     )
     run = load_run(make_run(tmp_path / "with", ("aggregated", "nixl"), (512,)))
-    row = next(each.flat() for each in summary_table(run) if each.cell.connector == "nixl")
+    row = next(entry.flat() for entry in summary_table(run) if entry.cell.connector == "nixl")
     assert row["watts_per_gpu"] == 600.0
     assert row["joules_per_output_token"] == pytest.approx(4800 / row["output_tok_per_s"])
-    for each, there in ((run, True), (without, False)):
-        write_report(each.path)
-        assert ("| W per GPU | J per output token |" in (each.path / "report.md").read_text("utf-8")) == there
-        assert ("J per output token" in (each.path / "report.html").read_text("utf-8")) == there
-        assert ("kvbench_joules_per_output_token{" in prometheus(each)) == there
+    for case, there in ((run, True), (without, False)):
+        write_report(case.path)
+        assert ("| W per GPU | J per output token |" in (case.path / "report.md").read_text("utf-8")) == there
+        assert ("J per output token" in (case.path / "report.html").read_text("utf-8")) == there
+        assert ("kvbench_joules_per_output_token{" in prometheus(case)) == there
 
 
 def test_a_price_that_is_none_gives_no_costs() -> None:
@@ -307,8 +307,8 @@ def test_the_terminal_has_it_too_within_100_columns(uneven: RunFolder) -> None:
     assert max(len(line.rstrip()) for line in text[: text.index("files:")].splitlines()) <= 100
     assert "not directly comparable: 2 engines" in " ".join(text.split())
     assert "nixl 1." not in text
-    found = [each for each in statements(uneven) if each.kind in ("ahead", "untold")]
-    assert [each.rule for each in found] == ["unequal_size"]
+    found = [statement for statement in statements(uneven) if statement.kind in ("ahead", "untold")]
+    assert [statement.rule for statement in found] == ["unequal_size"]
 
 
 def test_the_notebook_calls_the_ratio_what_it_is(uneven: RunFolder) -> None:
@@ -326,10 +326,10 @@ def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
         "deployment.roles={prefill: a, decode: b}", "deployment.decode=2",
     ])  # fmt: skip
     deployment, whole = scenario.deployment, plan_of(scenario).deployments[0]
-    names = [each.name for each in whole.instances]
+    names = [instance.name for instance in whole.instances]
     assert names == ["aggregated-0", "aggregated-1", "aggregated-2"]
     assert [deployment.host_name(name) for name in names] == ["a", "b", "b"]
-    given = [each["CUDA_VISIBLE_DEVICES"] for each in far_device_env(scenario, whole).values()]
+    given = [env["CUDA_VISIBLE_DEVICES"] for env in far_device_env(scenario, whole).values()]
     assert given == ["0", "0", "1"]
     own, _ = load_scenario("quickstart", [
         "deployment.launcher=ssh",
@@ -385,9 +385,9 @@ def test_two_engines_share_the_load_behind_the_router(tmp_path: Path) -> None:
     requests = run.requests(whole.trial_id)
     assert requests["decode_sent_s"].notna().all()
     assert requests["prefill_sent_s"].isna().all()
-    (checked,) = (each.equal_outputs for each in run.cells if each.cell.connector == "tcp")
+    (checked,) = (cell.equal_outputs for cell in run.cells if cell.cell.connector == "tcp")
     assert checked["equal"] == checked["checked"] > 0
-    assert {each.size for each in summary_table(run)} == {Size(2, 2)}
+    assert {entry.size for entry in summary_table(run)} == {Size(2, 2)}
 
 
 def test_the_number_is_a_key_of_the_scenario_with_bounds() -> None:

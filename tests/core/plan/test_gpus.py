@@ -69,12 +69,12 @@ def scenario(
 
 
 def planned(asked: Scenario, label: str = "nixl") -> DeploymentPlan:
-    return next(each for each in plan_of(asked).deployments if each.label == label)
+    return next(deployment for deployment in plan_of(asked).deployments if deployment.label == label)
 
 
 def seen(asked: Scenario, label: str = "nixl") -> dict[str, str | None]:
     """The CUDA_VISIBLE_DEVICES of each instance."""
-    names = {each.name for each in planned(asked, label).instances}
+    names = {instance.name for instance in planned(asked, label).instances}
     made = process_specs(asked, planned(asked, label))
     return {spec.name: spec.env.get(VISIBLE) for spec in made if spec.name in names}
 
@@ -177,9 +177,9 @@ def test_on_cpus_and_for_emulated_engines_nothing_is_dealt(node: Path) -> None:
 def test_a_plan_without_gpus_reads_as_it_did(node: Path) -> None:
     """Runs of an older kvbench, whose plans know no devices, can be gone on with."""
     without = plan_of(scenario(options={"version": "0.32.0+cpu"})).to_json()
-    assert not any("devices" in each for made in without["deployments"] for each in made["instances"])
+    assert not any("devices" in instance for made in without["deployments"] for instance in made["instances"])
     dealt = plan_of(scenario()).to_json()
-    assert [each["devices"] for each in dealt["deployments"][1]["instances"]] == [("0",), ("1",)]
+    assert [instance["devices"] for instance in dealt["deployments"][1]["instances"]] == [("0",), ("1",)]
 
 
 def test_commands_for_a_machine_that_is_not_this_one(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,13 +296,13 @@ def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
     asked = scenario(listed="[{name: nixl, ucx_tls: tcp}, aggregated]")
     plan = plan_of(asked)
     processes = {
-        each.label: {spec.name: spec.to_json() for spec in process_specs(asked, each)}
-        for each in plan.deployments
+        deployment.label: {spec.name: spec.to_json() for spec in process_specs(asked, deployment)}
+        for deployment in plan.deployments
     }
     far = {"a": {"rdma": rdma(hgx.machine(tmp_path / "node"))}, "b": {"rdma": []}}
     made = {**plan.to_json(), "processes": processes}
     with RunStore.create(tmp_path / "runs", "x", b"version: 1", made, {"hosts": far}, RunInfo()) as store:
-        (note,) = [each for each in notes(load_run(store.path), []) if "over TCP" in each.text]
+        (note,) = [remark for remark in notes(load_run(store.path), []) if "over TCP" in remark.text]
     assert note.text.startswith("nixl is configured to move KV over TCP (UCX_TLS=tcp) although RDMA")
     assert "mlx5_0 of a" in note.text
 

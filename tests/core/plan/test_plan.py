@@ -67,20 +67,22 @@ def test_cells_are_grouped_by_deployment_with_the_aggregated_first() -> None:
         "aggregated-in64-out4", "aggregated-in16-out4", "push-in64-out4", "push-in16-out4", "pull-in64-out4",
         "pull-in16-out4",
     ]  # fmt: skip
-    assert [each.label for each in made.deployments] == ["aggregated", "push", "pull"]
+    assert [deployment.label for deployment in made.deployments] == ["aggregated", "push", "pull"]
     assert made.reference == "aggregated"
-    assert not any(each.reference_only for each in made.deployments)
+    assert not any(deployment.reference_only for deployment in made.deployments)
     assert made.cells_of("push") == made.cells[2:4]
 
 
 def test_processes_and_ports() -> None:
     made = plan("deployment.prefill=2", "deployment.base_port=5000")
-    by_label = {each.label: each for each in made.deployments}
+    by_label = {deployment.label: deployment for deployment in made.deployments}
     instances = by_label["push"].instances
-    assert [each.name for each in instances] == ["prefill-0", "prefill-1", "decode-0"]
-    assert [each.side_port is None for each in instances] == [False, False, True]
-    assert all(each.side_port for each in by_label["pull"].instances)
-    assert [each.name for each in by_label["aggregated"].instances] == [f"aggregated-{i}" for i in range(3)]
+    assert [instance.name for instance in instances] == ["prefill-0", "prefill-1", "decode-0"]
+    assert [instance.side_port is None for instance in instances] == [False, False, True]
+    assert all(instance.side_port for instance in by_label["pull"].instances)
+    assert [instance.name for instance in by_label["aggregated"].instances] == [
+        f"aggregated-{i}" for i in range(3)
+    ]
     assert sorted(made.ports) == list(range(5000, 5000 + 4 + 6 + 7))
 
 
@@ -90,9 +92,9 @@ def test_aggregated_engines_are_p_plus_d_unless_given(prefill: int, decode: int,
     sets += () if said is None else (f"deployment.aggregated={said}",)
     whole, *pairs = plan(*sets).deployments
     assert len(whole.instances) == (said or prefill + decode)
-    assert {each.role for each in whole.instances} == {"aggregated"}
+    assert {instance.role for instance in whole.instances} == {"aggregated"}
     assert (whole.router_port is None) == (len(whole.instances) == 1)
-    assert {len(each.instances) for each in pairs} == {prefill + decode}
+    assert {len(pair.instances) for pair in pairs} == {prefill + decode}
 
 
 def test_one_engine_gives_true_outputs_and_none_is_counted_behind_a_url() -> None:
@@ -130,7 +132,7 @@ def test_without_an_aggregated_connector_a_reference_is_added() -> None:
 
 def test_port_zero_leaves_all_ports_to_the_launch() -> None:
     made = plan(base_port=0)
-    assert (made.ports, [each.router_port for each in made.deployments]) == ((), [0, 0, 0])
+    assert (made.ports, [deployment.router_port for deployment in made.deployments]) == ((), [0, 0, 0])
     assert made.deployments[1].instances[0].side_port == 0
 
 
@@ -153,7 +155,10 @@ def test_unique_ports_and_equal_plans(names: list[str], prefill: int, decode: in
     assert sorted(made.ports) == list(range(base_port, base_port + len(made.ports)))
     assert made == plan(*overrides, connectors=json.dumps(listed), base_port=base_port)
     assert len({cell.key for cell in made.cells}) == len(names) * 2
-    assert not any(each.connector == "aggregated" for each in made.deployments[1:]) or "aggregated" in names
+    assert (
+        not any(deployment.connector == "aggregated" for deployment in made.deployments[1:])
+        or "aggregated" in names
+    )
 
 
 def test_json_holds_everything() -> None:

@@ -15,12 +15,12 @@ from kvbench.core.plan.prospect import (
     UNEVEN,
     KnownCell,
     half_width,
+    headroom_s,
     prospect_of,
     prospect_text,
     prospects,
     seen_of,
     shortfall_text,
-    slack_s,
     trial_s,
 )
 from kvbench.core.records import Cell, TrialRecord
@@ -58,7 +58,7 @@ def test_a_trial_is_as_long_as_the_search_makes_it() -> None:
     search = asked_for().search
     assert trial_s(search, 100.0, 0.1, 0.1) == 20.0  # 2000 requests
     assert trial_s(search, 10.0, 0.1, 0.1) == 60.0  # 600 requests
-    assert trial_s(search, 10.0, 0.1, 4.0) == 100.0  # 25 slacks
+    assert trial_s(search, 10.0, 0.1, 4.0) == 100.0  # 25 headrooms
     assert trial_s(search, 10.0, 20.0, 0.1) == pytest.approx(216.0)  # its latencies
     assert trial_s(search, 10.0, 0.1, 1e4) == 360.0  # six times the usual
     short = asked_for("{ttft_ms: 400}", "search.max_trial_s=30", "search.max_requests=200").search
@@ -69,11 +69,11 @@ def test_a_trial_is_as_long_as_the_search_makes_it() -> None:
 def test_the_longest_headroom_sets_the_length_of_trials() -> None:
     scenario = asked_for("{limits: [ttft p90 <= 400, ttft p99.9 <= 4000, tpot mean <= 50]}")
     slo = scenario.slo.main()
-    assert slack_s(slo, ALONE) == pytest.approx(3.9)
+    assert headroom_s(slo, ALONE) == pytest.approx(3.9)
     found = prospect_of(scenario, slo, ALONE)
     assert found is not None
     assert found.trials == scenario.search.max_trials - SPENT
-    assert found.trial_s == trial_s(scenario.search, 10.0, 0.1, slack_s(slo, ALONE))
+    assert found.trial_s == trial_s(scenario.search, 10.0, 0.1, headroom_s(slo, ALONE))
     assert found.even == half_width(10.0 * found.trials * found.trial_s, EVEN)
     assert found.even < found.moderate < found.uneven
     assert prospect_of(scenario, Slo(), ALONE) is None
@@ -106,21 +106,21 @@ def trial(rate: float, purpose: str, share: float, ttft_ms: float, verdict: Any 
 
 
 def test_the_first_trial_with_some_in_time_tells_where_the_answer_is() -> None:
-    flood, far, near = (
+    saturation, far, near = (
         trial(900, "ceiling", 0.1, 5000),
         trial(90, "start", 0.0, 900),
         trial(40, "expand", 0.4, 120),
     )
     void, later = trial(60, "expand", 0.4, 70, "invalid"), trial(20, "bisect", 1.0, 60)
-    assert seen_of([flood, far, void]) is None
-    seen = seen_of([flood, far, void, near, later])
+    assert seen_of([saturation, far, void]) is None
+    seen = seen_of([saturation, far, void, near, later])
     assert seen == KnownCell(40, pytest.approx(0.12), pytest.approx(0.17))
 
 
 def test_a_mean_is_in_sight_up_to_three_times_its_limit() -> None:
     far, near = trial(90, "start", 0.0, 900), trial(40, "expand", 0.4, 120)
-    for each, value in ((far, 400.0), (near, 250.0)):
-        each.summary["criteria"] = [{"kind": "mean", "target": 100.0, "value": value}]
+    for record, value in ((far, 400.0), (near, 250.0)):
+        record.summary["criteria"] = [{"kind": "mean", "target": 100.0, "value": value}]
     assert seen_of([far]) is None
     assert (seen_of([far, near]) or KnownCell(0, 0, 0)).rate == 40
 
@@ -130,12 +130,14 @@ def test_a_mean_is_in_sight_up_to_three_times_its_limit() -> None:
 
 def test_the_plan_says_it_in_a_line() -> None:
     found = prospects(asked_for())
-    assert [each.rate for each in found] == [1, 10, 100]
+    assert [prospect.rate for prospect in found] == [1, 10, 100]
     text = prospect_text(found)
     assert text.startswith("at 1, 10, 100 req/s the time allows ±")
     assert "% if services are even, ±" in text
     assert "12 trials of 600, 60, 20 s" in text
-    assert [each.rate for each in prospects(asked_for("{ttft_ms: 400}", "search.start_rate=7"))] == [7]
+    assert [prospect.rate for prospect in prospects(asked_for("{ttft_ms: 400}", "search.start_rate=7"))] == [
+        7
+    ]
     assert prospects(asked_for("{}", "search.method=fixed", "search.rates=[1]")) == ()
     assert prospect_text(()) == ""
 

@@ -44,7 +44,7 @@ def parsed(listed: str = "[aggregated, nixl]", *overrides: str, **deployment: An
 
 
 def planned(scenario: Scenario, label: str) -> DeploymentPlan:
-    return next(each for each in plan_of(scenario).deployments if each.label == label)
+    return next(deployment for deployment in plan_of(scenario).deployments if deployment.label == label)
 
 
 def specs(scenario: Scenario, label: str) -> dict[str, ProcessSpec]:
@@ -66,9 +66,9 @@ def test_a_role_is_a_number_or_a_mapping_and_stays_what_it_was() -> None:
     assert deployment["aggregated"] == 3
     plain = parsed(prefill=2, tensor_parallel_size=4).resolved()["deployment"]
     assert (plain["prefill"], plain["tensor_parallel_size"], plain["aggregated"]) == (2, 4, None)
-    for each in (scenario, parsed(tensor_parallel_size=[1, 2])):
-        again = parse_scenario(yaml.safe_dump(each.resolved()), "again.yaml", registry())
-        assert again.resolved() == each.resolved()
+    for variant in (scenario, parsed(tensor_parallel_size=[1, 2])):
+        again = parse_scenario(yaml.safe_dump(variant.resolved()), "again.yaml", registry())
+        assert again.resolved() == variant.resolved()
 
 
 def test_the_schema_takes_what_is_taken() -> None:
@@ -133,7 +133,7 @@ def test_gpus_are_dealt_by_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv(VISIBLE, raising=False)
     for label in ("aggregated", "nixl"):
-        devices = [each.devices for each in planned(parsed(**UNEQUAL), label).instances]
+        devices = [instance.devices for instance in planned(parsed(**UNEQUAL), label).instances]
         assert devices == [("0", "1"), ("2", "3"), ("4", "5", "6", "7")]
 
 
@@ -148,7 +148,7 @@ def test_every_port_that_a_rank_binds_is_planned(version: str, listed: str, coun
     options = {"model": "m", "version": version}
     scenario = parsed(listed, prefill=prefill, decode={"tensor_parallel_size": 4}, engine_options=options)
     plan = planned(scenario, listed[1:-1])
-    assert [len(each.all_side_ports) for each in plan.instances] == counts
+    assert [len(instance.all_side_ports) for instance in plan.instances] == counts
     assert len(set(plan.ports)) == len(plan.ports) == 3 + sum(counts)
 
 
@@ -157,7 +157,7 @@ def test_a_plan_says_ranks_where_they_differ_and_else_is_as_older_ones() -> None
     assert ranks_in(unequal, "nixl") == {"prefill-0": 2, "prefill-1": 2, "decode-0": 4}
     assert ranks_in(unequal, "aggregated") == {"aggregated-0": 2, "aggregated-1": 2, "aggregated-2": 4}
     assert ranks_in(plain, "nixl") == {"prefill-0": 4, "decode-0": 4}
-    assert all("ranks" not in each for one in plain["deployments"] for each in one["instances"])
+    assert all("ranks" not in instance for one in plain["deployments"] for instance in one["instances"])
 
 
 # ---------------------------------------------------------------- a list of sizes
@@ -167,13 +167,13 @@ def test_of_a_list_of_sizes_each_connector_is_measured_with_each() -> None:
     )
     plan = plan_of(scenario)
     labels = ["aggregated-tp1", "aggregated-tp4", "nixl-tp1", "own", "nixl-tp4"]
-    assert [each.label for each in plan.deployments] == ["reference-tp8", *labels]
+    assert [deployment.label for deployment in plan.deployments] == ["reference-tp8", *labels]
     assert [cell.connector for cell in plan.cells] == labels
     assert [scenario.deployed(label).ranks_of("decode-0").tensor for label in labels] == [1, 4, 1, 8, 4]
     assert flags(specs(scenario, "nixl-tp4")["decode-0"]) == {"--tensor-parallel-size": "4"}
     assert ranks_in(plan.to_json(), "own") == {"prefill-0": 8, "decode-0": 8}
     # Beyond four KV heads each is stored more than once: these bytes go over the wire, too.
-    assert [each.wire_bytes for each in plan.kv] == [plan.kv[0].wire_bytes, 2 * plan.kv[0].wire_bytes]
+    assert [size.wire_bytes for size in plan.kv] == [plan.kv[0].wire_bytes, 2 * plan.kv[0].wire_bytes]
     with pytest.raises(ScenarioError, match="nixl-tp1"):
         parsed("[nixl, {name: nixl, label: nixl-tp1, tensor_parallel_size: 2}]", tensor_parallel_size=[1, 2])
 
@@ -207,12 +207,12 @@ def test_each_size_has_a_reference_of_its_own() -> None:
 ])  # fmt: skip
 def test_unequal_sizes_are_warned_of(listed: str, deployment: dict[str, Any], said: list[str]) -> None:
     plan = plan_of(parsed(listed, **deployment)).to_json()
-    labels = [each["label"] for each in plan["deployments"] if not each["reference_only"]]
+    labels = [entry["label"] for entry in plan["deployments"] if not entry["reference_only"]]
     found = list(unequal_ranks(plan, labels))
     assert len(found) == len(said)
-    for each, words in zip(found, said, strict=True):
-        assert words in each.message
-        assert f"{each.message}; {each.advice}" in plan["notes"]
+    for warning, words in zip(found, said, strict=True):
+        assert words in warning.message
+        assert f"{warning.message}; {warning.advice}" in plan["notes"]
 
 
 @pytest.mark.timeout(240)
@@ -230,11 +230,16 @@ def test_the_same_topology_runs_without_gpus(tmp_path: Path) -> None:
     one, eight = run.trials
     assert (one.cell.connector, eight.cell.connector) == ("tcp-tp1", "tcp-tp8")
     assert eight.engine["kv_bytes_per_request"] == 4 * one.engine["kv_bytes_per_request"]
-    for each in run.cells:
-        checked = each.equal_outputs
+    for cell in run.cells:
+        checked = cell.equal_outputs
         assert checked["equal"] == checked["checked"] > 0
     assert ranks_in(run.plan, "tcp-tp8") == {"prefill-0": 2, "decode-0": 8}
-    assert {each["label"] for each in run.outputs} == {"reference-tp1", "reference-tp8", "tcp-tp1", "tcp-tp8"}
+    assert {output["label"] for output in run.outputs} == {
+        "reference-tp1",
+        "reference-tp8",
+        "tcp-tp1",
+        "tcp-tp8",
+    }
     assert "unequal tensor parallel sizes" in (run.path / "report.md").read_text()
 
 

@@ -46,7 +46,7 @@ def test_a_deadline_that_would_cut_good_answers_is_refused_with_its_line() -> No
         return mistakes(text.replace(SHORT, f"{SHORT}, request_timeout_s: {timeout}"))
 
     (found,) = said("60")
-    line = next(n for n, each in enumerate(MINIMAL.splitlines(), 1) if SHORT in each)
+    line = next(n for n, text in enumerate(MINIMAL.splitlines(), 1) if SHORT in text)
     assert f":{line}: workload.request_timeout_s (60) is less than the 90 s" in found
     assert "omit it, or set at least that value" in found
     own = parse(
@@ -57,7 +57,7 @@ def test_a_deadline_that_would_cut_good_answers_is_refused_with_its_line() -> No
     wrong = mistakes(
         MINIMAL.replace(OLD, "slo: {ttft_ms: soon}").replace(SHORT, f"{SHORT}, request_timeout_s: 1")
     )
-    assert [each for each in wrong if "request_timeout_s" in each] == []
+    assert [mistake for mistake in wrong if "request_timeout_s" in mistake] == []
 
 
 def test_without_an_slo_any_deadline_will_do() -> None:

@@ -70,7 +70,7 @@ def test_defaults() -> None:
     assert (scenario.workload.input_len, scenario.slo.tpot_ms) == ((64,), None)
     assert (scenario.load.workers, scenario.load.mode) == ("auto", "router")
     assert scenario.search.start_rate is None
-    assert [each.label for each in scenario.connectors] == ["aggregated", "push"]
+    assert [connector.label for connector in scenario.connectors] == ["aggregated", "push"]
     assert scenario.connector_options("push") == Push()
     assert (scenario.model.shape, scenario.model.served_model_name) == (MODELS["tiny"], "tiny")
 
@@ -80,7 +80,10 @@ def test_connectors_with_options_and_labels() -> None:
         "[aggregated, push]", "[push, {name: push, label: push-4, workers: 4, nics: [eth0, eth1]}]"
     )
     scenario = parse(text)
-    assert [(each.name, each.label) for each in scenario.connectors] == [("push", "push"), ("push", "push-4")]
+    assert [(connector.name, connector.label) for connector in scenario.connectors] == [
+        ("push", "push"),
+        ("push", "push-4"),
+    ]
     assert scenario.connector_options("push-4") == Push(workers=4, nics=("eth0", "eth1"))
 
 
@@ -280,7 +283,7 @@ def test_overrides() -> None:
 def test_overrides_find_entries_by_label() -> None:
     text = MINIMAL.replace("[aggregated, push]", "[push, {name: push, label: two}]")
     scenario = parse(text, "connectors.two.workers=9")
-    assert [each.options for each in scenario.connectors] == [Push(), Push(workers=9)]
+    assert [connector.options for connector in scenario.connectors] == [Push(), Push(workers=9)]
 
 
 def test_a_file_can_be_completed_by_overrides() -> None:
@@ -349,7 +352,7 @@ def test_a_draft_takes_values_and_is_checked_again() -> None:
 
 def test_mistakes_of_file_and_overrides_come_together() -> None:
     found = mistakes(MINIMAL + "sed: 1\n", "slo.x=1", "nonsense")
-    assert [each.split(": ")[0] for each in found] == ["mine.yaml:6", "--set nonsense", "--set slo.x"]
+    assert [mistake.split(": ")[0] for mistake in found] == ["mine.yaml:6", "--set nonsense", "--set slo.x"]
 
 
 # ---------------------------------------------------------------- whatever anybody writes
@@ -438,17 +441,17 @@ def fits(schema: dict[str, Any] | bool, value: Any, root: dict[str, Any]) -> boo
         not number or value <= schema.get("maximum", value),
         not number or "exclusiveMinimum" not in schema or value > schema["exclusiveMinimum"],
         not number or "exclusiveMaximum" not in schema or value < schema["exclusiveMaximum"],
-        all(fits(each, value, root) for each in schema.get("allOf", [])),
-        "anyOf" not in schema or any(fits(each, value, root) for each in schema["anyOf"]),
+        all(fits(branch, value, root) for branch in schema.get("allOf", [])),
+        "anyOf" not in schema or any(fits(branch, value, root) for branch in schema["anyOf"]),
     ]
     if "if" in schema and fits(schema["if"], value, root):
         checks.append(fits(schema["then"], value, root))
     if isinstance(value, list):
-        checks += [fits(schema.get("items", True), each, root) for each in value]
+        checks += [fits(schema.get("items", True), child, root) for child in value]
         checks += [len(value) >= schema.get("minItems", 0), len(value) <= schema.get("maxItems", 10**9)]
     if isinstance(value, dict):
         known = schema.get("properties", {})
-        checks += [fits(known[key], each, root) for key, each in value.items() if key in known]
+        checks += [fits(known[key], child, root) for key, child in value.items() if key in known]
         checks.append(set(schema.get("required", [])) <= set(value))
         checks.append(schema.get("additionalProperties", True) is not False or set(value) <= set(known))
     return all(checks)

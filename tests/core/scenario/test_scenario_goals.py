@@ -51,7 +51,7 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
 ])  # fmt: skip
 def test_goals_that_contradict_themselves(old: str, new: str, said: str) -> None:
     assert old in MINIMAL
-    assert any(said in each for each in mistakes(MINIMAL.replace(old, new)))
+    assert any(said in mistake for mistake in mistakes(MINIMAL.replace(old, new)))
 
 
 def test_an_old_slo_reads_as_it_did() -> None:
@@ -84,5 +84,5 @@ def test_a_trace_stands_in_for_lengths() -> None:
 @pytest.mark.parametrize(("engine", "fine"), [("external", True), ("emulated", False)])
 def test_an_empty_slo_is_for_one_load_of_a_server_that_is_up(engine: str, fine: bool) -> None:
     data = {"deployment": {"engine": engine}, "slo": {}, "workload": {"input_len": [8], "output_len": 2}}
-    texts = [each.text for each in contradictions(data)]
-    assert any("slo needs a limit" in each for each in texts) is not fine
+    texts = [contradiction.text for contradiction in contradictions(data)]
+    assert any("slo needs a limit" in text for text in texts) is not fine

@@ -56,7 +56,7 @@ def told(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> l
 
 def run_md1(
     load: float, seed: int, *, service_s: float = 0.05, limit_s: float = 0.6, decode_s: float = 5.0,
-    kind: str = "margin", thorough: bool = False, mean_s: float = 0.15, shuffled: bool = False,
+    kind: str = "margin", full_length: bool = False, mean_s: float = 0.15, shuffled: bool = False,
     minutes: float = 4.0,
 ) -> Decision:  # fmt: skip
     """A trial of an M/D/1 queue at so many times its true rate, with ``decode_s`` of further latency."""
@@ -65,7 +65,7 @@ def run_md1(
     first = md1(offsets, service_s)
     criteria = [CriterionTarget("mean", mean_s)] if "mean" in kind else SHARE
     criteria = [CriterionTarget("share", 0.95, limit_s)] if kind == "ttft" else criteria
-    config = LiveConfig(offsets, rate, service_s + decode_s, ttft_limit_s=limit_s, thorough=thorough)
+    config = LiveConfig(offsets, rate, service_s + decode_s, ttft_limit_s=limit_s, full_length=full_length)
     live = LiveTrial(config, criteria)
     late = first - offsets > limit_s
     known = np.where(late & ("mean" not in kind), offsets + limit_s, first + decode_s)
@@ -88,11 +88,11 @@ def run_md1(
 
 
 @pytest.mark.parametrize("service_s", [0.02, 0.05, 0.1])
-@pytest.mark.parametrize("thorough", [False, True])
-def test_an_overload_is_cut_soon(service_s: float, thorough: bool) -> None:
+@pytest.mark.parametrize("full_length", [False, True])
+def test_an_overload_is_cut_soon(service_s: float, full_length: bool) -> None:
     for seed in range(8):
         found = run_md1(
-            1.3, seed, service_s=service_s, limit_s=12 * service_s, decode_s=3.0, thorough=thorough
+            1.3, seed, service_s=service_s, limit_s=12 * service_s, decode_s=3.0, full_length=full_length
         )
         assert found.verdict == "missed"
         assert found.at_s <= max(20, 250 * service_s), found
@@ -161,8 +161,8 @@ def test_many_servers_have_a_queue_when_all_are_busy(load: float, verdict: str) 
     """64 of them with 2 s a request: at 0.3 of the capacity 19 wait for first tokens, and none queues."""
     rate = load * 64 / (2.0 * math.exp(0.125))
     found = [run_servers(rate, lognormal(2.0, 0.5), 64, seed, 60.0 if load > 1 else 8.0) for seed in range(6)]
-    assert {each.verdict for each in found} == {verdict}
-    assert {each.measured.grows for each in found} == {load > 1}
+    assert {decision.verdict for decision in found} == {verdict}
+    assert {decision.measured.grows for decision in found} == {load > 1}
 
 
 @pytest.mark.parametrize("load", [1.5, 2.0, 3.0, 5.0, 20.0])
@@ -188,38 +188,38 @@ def test_far_from_the_root_neither_side_is_mistaken(kind: str) -> None:
 
 def test_margins_make_a_yes_early() -> None:
     found = [run_md1(0.6, seed) for seed in range(12)]
-    assert sum(each.verdict == "met" for each in found) >= 10
-    assert np.median([each.at_s for each in found]) < 9 * 5.05
+    assert sum(decision.verdict == "met" for decision in found) >= 10
+    assert np.median([decision.at_s for decision in found]) < 9 * 5.05
 
 
 def test_at_the_root_neither_side_is_claimed_too_often() -> None:
-    found = [run_md1(1.0, seed, thorough=True) for seed in range(30)]
-    assert sum(each.verdict == "undecided" for each in found) >= 18
-    whole = [each for each in found if each.at_s > 50]
-    shares = [each.measured.attainment for each in whole if each.measured.attainment is not None]
+    found = [run_md1(1.0, seed, full_length=True) for seed in range(30)]
+    assert sum(decision.verdict == "undecided" for decision in found) >= 18
+    whole = [decision for decision in found if decision.at_s > 50]
+    shares = [decision.measured.attainment for decision in whole if decision.measured.attainment is not None]
     assert np.mean(shares) == pytest.approx(0.95, abs=0.03)
-    whole = [each for each in found if each.verdict == "undecided"]
-    assert all(each.at_s <= 13.5 * 5.3 for each in whole)
-    assert all("inconclusive after" in each.reason for each in whole)
+    whole = [decision for decision in found if decision.verdict == "undecided"]
+    assert all(decision.at_s <= 13.5 * 5.3 for decision in whole)
+    assert all("inconclusive after" in decision.reason for decision in whole)
 
 
 def test_false_alarms_are_rare() -> None:
-    assert verdicts(0.9, 16, thorough=True).count("missed") <= 1
-    assert verdicts(1.1, 16, thorough=True).count("met") <= 1
+    assert verdicts(0.9, 16, full_length=True).count("missed") <= 1
+    assert verdicts(1.1, 16, full_length=True).count("met") <= 1
 
 
 @pytest.mark.parametrize(("service_s", "limit_s"), [(0.1, 0.5), (0.02, 0.15), (0.005, 0.06)])
 def test_one_busy_period_is_no_early_miss(service_s: float, limit_s: float) -> None:
     """At the true rate, where trials without this rule missed early in 5 or 6 of 40."""
     found = [
-        run_md1(1, seed, service_s=service_s, limit_s=limit_s, decode_s=0, kind="ttft", thorough=True)
+        run_md1(1, seed, service_s=service_s, limit_s=limit_s, decode_s=0, kind="ttft", full_length=True)
         for seed in range(40)
     ]
-    assert sum(each.verdict == "missed" and each.at_s < 10 for each in found) <= 2
+    assert sum(decision.verdict == "missed" and decision.at_s < 10 for decision in found) <= 2
 
 
-def test_a_thorough_trial_takes_its_time() -> None:
-    assert run_md1(0.6, 1, thorough=True).at_s > 10 * 5.05
+def test_a_full_length_trial_takes_its_time() -> None:
+    assert run_md1(0.6, 1, full_length=True).at_s > 10 * 5.05
 
 
 def test_the_order_and_repetition_of_what_is_told_do_not_matter() -> None:
@@ -231,10 +231,10 @@ def test_a_mean_has_its_own_rule() -> None:
     # The mean TTFT is 0.11 s at 0.6 of the rate at which 5 % wait too long, and 0.15 s at 0.76 of it.
     assert verdicts(0.5, kind="mean").count("met") >= 20
     over = [run_md1(1.1, seed, kind="mean") for seed in range(24)]
-    assert sum(each.verdict == "missed" for each in over) >= 14
-    assert all(each.verdict != "met" for each in over)
-    assert all(each.measured.target is None for each in over)
-    assert np.median([each.measured.score or 0.0 for each in over]) < 0
+    assert sum(decision.verdict == "missed" for decision in over) >= 14
+    assert all(decision.verdict != "met" for decision in over)
+    assert all(decision.measured.target is None for decision in over)
+    assert np.median([decision.measured.score or 0.0 for decision in over]) < 0
 
 
 def test_a_mean_is_of_the_requests_that_have_a_value() -> None:
@@ -259,7 +259,7 @@ def test_several_criteria_must_all_be_kept() -> None:
             t_s += BEAT_S
             upto, sent = np.searchsorted(offsets, [t_s - 1.0, t_s])
             rows = [
-                (index, good, tuple(0.5 if each else 2.0 for each in good)) for index in range(done, upto)
+                (index, good, tuple(0.5 if share else 2.0 for share in good)) for index in range(done, upto)
             ]
             decision = live.feed(t_s, rows, 0, int(sent))
             done = int(upto)
@@ -332,11 +332,11 @@ def test_a_light_load_that_no_look_saw_under_way_is_steady_from_its_start() -> N
     st.booleans(), st.integers(0, 2**31),
 )  # fmt: skip
 def test_whatever_is_told_it_ends_and_says_only_numbers(
-    n: int, rate: float, latency_s: float, good: float, margins: bool, thorough: bool, seed: int
+    n: int, rate: float, latency_s: float, good: float, margins: bool, full_length: bool, seed: int
 ) -> None:
     random = np.random.default_rng(seed)
     offsets = planned_offsets(rate, n, 1.0, seed)
-    live = LiveTrial(LiveConfig(offsets, rate, latency_s, thorough=thorough), SHARE)
+    live = LiveTrial(LiveConfig(offsets, rate, latency_s, full_length=full_length), SHARE)
     t_s, told_already, decision = 0.0, 0, None
     while decision is None:
         t_s += 1.0

@@ -76,7 +76,7 @@ def test_a_good_hint_costs_few_trials() -> None:
     untrusted = RateSearch(LIMITS, Hint(19, trusted=False))
     untrusted.tell(19, "met")
     assert untrusted.ask() == Probe(38, "expand")
-    assert RateSearch(LIMITS, Hint(9999)).ask() == Probe(512, "start", thorough=True)
+    assert RateSearch(LIMITS, Hint(9999)).ask() == Probe(512, "start", full_length=True)
 
 
 @settings(deadline=None)

@@ -127,17 +127,17 @@ def test_the_root_is_found_without_bias_and_the_interval_holds_it(ceiling: bool,
     answers = [
         run(RateSearch(LIMITS, ceiling=ceiling), queue(30, seed, capacity=33)) for seed in range(seeds)
     ]
-    assert {each.status for each in answers} == {"converged"}
-    found = np.array([each.max_request_rate for each in answers], float) / 30
+    assert {answer.status for answer in answers} == {"converged"}
+    found = np.array([answer.max_request_rate for answer in answers], float) / 30
     assert np.median(found) == pytest.approx(1.0, abs=0.015)
     assert np.mean(np.abs(found - 1) <= 0.05) >= 0.9
-    assert np.median([each.trials for each in answers]) <= (7 if ceiling else 9)
-    inside = [each.lower <= 30 <= each.upper for each in answers if each.lower and each.upper]
+    assert np.median([answer.trials for answer in answers]) <= (7 if ceiling else 9)
+    inside = [answer.lower <= 30 <= answer.upper for answer in answers if answer.lower and answer.upper]
     assert sum(inside) >= 0.7 * seeds  # nine of ten expected
-    for each in answers:
-        assert each.confirmed
-        met = [point["rate"] for point in each.curve if point["verdict"] == "met"]
-        assert any(0.9999 <= rate / (each.max_request_rate or 0) <= 1.0501 for rate in met)
+    for answer in answers:
+        assert answer.confirmed
+        met = [point["rate"] for point in answer.curve if point["verdict"] == "met"]
+        assert any(0.9999 <= rate / (answer.max_request_rate or 0) <= 1.0501 for rate in met)
 
 
 def test_after_some_trials_it_is_foreseen_whether_all_will_do() -> None:
@@ -163,7 +163,7 @@ def test_the_way_of_a_cold_start_with_a_ceiling() -> None:
     search = RateSearch(LIMITS, ceiling=True)
     assert search.ask() == Probe(512, "ceiling")
     search.tell(512, "undecided", TrialFigures(completion_rate=40.0))
-    assert search.ask() == Probe(36, "start", thorough=True)
+    assert search.ask() == Probe(36, "start", full_length=True)
     answer = search.answer()
     assert (answer.status, answer.max_request_rate, answer.censored) == ("undecided", None, "")
 
@@ -244,7 +244,7 @@ def test_a_ceiling_that_says_nothing_leaves_the_start() -> None:
     unburdened.tell(512, "undecided", TrialFigures(completion_rate=500))
     assert unburdened.ask() == Probe(512, "start")
     trusted = RateSearch(LIMITS, Hint(20), ceiling=True)
-    assert trusted.ask() == Probe(20, "start", thorough=True)
+    assert trusted.ask() == Probe(20, "start", full_length=True)
 
 
 def test_the_answer_tells_what_it_rests_on() -> None:
@@ -283,7 +283,7 @@ def run_on(search: RateSearch, trial: Trial) -> SearchAnswer:
 
 def test_refused_trials_stay_out_of_the_answer() -> None:
     answers = [run(RateSearch(LIMITS), queue(30, seed, refused=0.3)) for seed in range(4)]
-    found = [each.max_request_rate for each in answers if each.status == "converged"]
+    found = [answer.max_request_rate for answer in answers if answer.status == "converged"]
     assert len(found) >= 3
     assert all(rate is not None and 26 < rate < 34 for rate in found)
 
@@ -358,8 +358,8 @@ def test_above_a_refused_rate_nothing_is_claimed() -> None:
 
 def test_a_contradiction_widens_the_interval() -> None:
     def told(*misses: int) -> float:
-        steady = [RatePoint(rate, each, 400, 10) for rate, each in ((8, 0), (9, 4), (11, 80), (12, 200))]
-        here = [RatePoint(10, each, 400, 10) for each in misses]
+        steady = [RatePoint(rate, count, 400, 10) for rate, count in ((8, 0), (9, 4), (11, 80), (12, 200))]
+        here = [RatePoint(10, miss, 400, 10) for miss in misses]
         return fit([*steady, *here], 0.5, 512, Waiting()).width
 
     # Three times as many misses as allowed, and none at all, at one rate: less sure than twice as allowed.
@@ -437,7 +437,7 @@ def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: i
     search = RateSearch(LIMITS, ceiling=ceiling)
     answer = run(search, trial)
     if answer.max_request_rate is None:  # no rate is printed that no trial met
-        assert all(each.rate >= answer.upper for each in search.history if each.verdict == "met")
+        assert all(told.rate >= answer.upper for told in search.history if told.verdict == "met")
         assert answer.upper >= root
     else:
         assert answer.max_request_rate == pytest.approx(root, rel=0.15)
@@ -481,7 +481,7 @@ def test_a_fast_system_has_trials_of_seconds() -> None:
     search.tell(400, "missed", replace(known, attainment=0.7, score=-0.3))
     search.tell(300, "met", replace(known, attainment=1.0, score=1.0))
     probe = search.ask()
-    assert probe.thorough
+    assert probe.full_length
     assert probe.least_s == 10.0
 
 
@@ -528,7 +528,7 @@ def test_a_rate_that_nothing_missed_is_at_least_that() -> None:
         )  # fmt: skip
         search.tell(probe.rate, "met", figures)
     answer = search.answer()
-    highest = max(each.rate for each in search.history)
+    highest = max(told.rate for told in search.history)
     assert highest < search.limits.max_rate
     assert (answer.max_request_rate, answer.upper, answer.censored) == (highest, None, "above")
     assert answer.status == "exhausted"

@@ -9,7 +9,7 @@ import pytest
 from serving import decided, first_tokens
 
 from kvbench.core.load.arrivals import planned_offsets
-from kvbench.core.search.ceiling import plan_flood
+from kvbench.core.search.ceiling import plan_saturation
 from kvbench.core.search.data import SearchAnswer, TrialFigures
 from kvbench.core.search.live_config import CriterionTarget, LiveConfig, trial_length_s
 from kvbench.core.search.search import RateSearch, SearchLimits
@@ -27,9 +27,9 @@ def servers_in_parallel(service_s: float, servers: int | None) -> FirstTokens:
     return lambda offsets: first_tokens(offsets, np.full(len(offsets), service_s), servers)
 
 
-def flood(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[TrialFigures, float]:
+def saturation(server: FirstTokens, rate: float, alone_s: float, seed: int) -> tuple[TrialFigures, float]:
     """(what a ceiling probe measured, the work that it left, as requests)."""
-    plan = plan_flood(rate, alone_s, 1.0, seed)
+    plan = plan_saturation(rate, alone_s, 1.0, seed)
     ends, now_s = np.sort(server(plan.offsets_s)), BEAT_S
     while not plan.is_over(ends[ends <= now_s], now_s):
         now_s += BEAT_S
@@ -45,12 +45,12 @@ def find(
     while (probe := search.ask()) is not None:
         seed += 1
         if probe.purpose == "ceiling":
-            search.tell(probe.rate, "undecided", flood(server, probe.rate, alone_s, seed)[0])
+            search.tell(probe.rate, "undecided", saturation(server, probe.rate, alone_s, seed)[0])
             continue
         n = round(trial_length_s(probe.rate, alone_s) * probe.rate)
         config = LiveConfig(
             planned_offsets(probe.rate, n, 1.0, seed), probe.rate, alone_s, ttft_limit_s=limit_s,
-            thorough=probe.thorough, confirms=probe.purpose == "confirm",
+            full_length=probe.full_length, confirms=probe.purpose == "confirm",
         )  # fmt: skip
         live = LiveTrial(config, [CriterionTarget("share", target)])
         first = server(np.asarray(config.offsets_s))
@@ -75,7 +75,7 @@ def test_a_queue_is_neither_buried_nor_misjudged(service_s: float, limit_s: floa
     true = md1_max_rate(service_s, limit_s, 0.9)
     server = servers_in_parallel(service_s, 1)
     answers = [find(server, service_s, limit_s, 400.0, 100 * seed) for seed in range(seeds)]
-    rates = [each.max_request_rate for each in answers if each.max_request_rate is not None]
+    rates = [answer.max_request_rate for answer in answers if answer.max_request_rate is not None]
     assert (len(rates), np.median(rates)) == (len(answers), pytest.approx(true, rel=0.08))
     assert all(0.8 * true <= rate <= 1.2 * true for rate in rates)
-    assert flood(server, 320 / service_s, service_s, 1)[1] * service_s <= 32.0
+    assert saturation(server, 320 / service_s, service_s, 1)[1] * service_s <= 32.0

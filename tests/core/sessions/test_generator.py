@@ -22,7 +22,7 @@ SIZE = 16
 
 
 def session_of(lengths: list[tuple[int, int, float]], shared_len: int) -> Session:
-    blocks = grown_blocks([each[:2] for each in lengths], SIZE)
+    blocks = grown_blocks([length[:2] for length in lengths], SIZE)
     turns = [
         Turn(input_len, output_len, think_s, float(place), held)
         for place, ((input_len, output_len, think_s), held) in enumerate(zip(lengths, blocks, strict=True))
@@ -40,7 +40,7 @@ corpora = st.lists(
 
 def arrays(plan: SessionPlan) -> list[list[float]]:
     columns = (plan.first, plan.shared_len, plan.input_len, plan.kept_len, plan.output_len, plan.think_time_s)
-    return [each.tolist() for each in columns]
+    return [column.tolist() for column in columns]
 
 
 @settings(deadline=None)
@@ -69,19 +69,21 @@ def test_its_blocks_say_what_its_lengths_say(corpus: Corpus, sessions: int, seed
     plan = fitted_model(corpus).generate(sessions, seed)
     figures = CorpusFigures(plan.corpus())
     assert figures.together.blocks == sum(length // SIZE for length in plan.input_len.tolist())
-    shares = [each.share() for each in figures.alone]
+    shares = [reuse.share() for reuse in figures.alone]
     assert shares == pytest.approx(session_reuse(plan).tolist())
-    assert figures.together.found() >= sum(each.found() for each in figures.alone)
+    assert figures.together.found() >= sum(reuse.found() for reuse in figures.alone)
 
 
 def test_sessions_share_what_the_recording_says_they_share() -> None:
     one = session_of([(320, 5, 0.0), (400, 5, 1.0)], 160)
     made = fitted_model(Corpus((one,), SIZE, "session")).generate(9, 0).corpus()
-    assert [(each.name, each.shared_len) for each in made.sessions] == [(str(n), 160) for n in range(9)]
-    alone = [{*each.turns[-1].blocks.tolist()[10:]} for each in made.sessions]
+    assert [(session.name, session.shared_len) for session in made.sessions] == [
+        (str(n), 160) for n in range(9)
+    ]
+    alone = [{*session.turns[-1].blocks.tolist()[10:]} for session in made.sessions]
     assert len(set().union(*alone)) == sum(map(len, alone))
-    firsts = [each.turns[0].blocks.tolist() for each in made.sessions]
-    assert (len({tuple(each[:10]) for each in firsts}), len({each[10] for each in firsts})) == (1, 9)
+    firsts = [session.turns[0].blocks.tolist() for session in made.sessions]
+    assert (len({tuple(first[:10]) for first in firsts}), len({first[10] for first in firsts})) == (1, 9)
 
 
 def test_a_model_is_of_each_turn_s_new_tokens_and_kept_share() -> None:

@@ -30,13 +30,13 @@ def achieved(given_prompts: list[Blocks], blocks: int, gap_s: float) -> int:
     system = System(timing=timing_profile("quick"), config=config, prefill=0)
     load = SimulatedLoad(
         offsets_s=[gap_s * place for place in range(len(given_prompts))],
-        input_len=[SIZE * len(each) + 1 for each in given_prompts],
+        input_len=[SIZE * len(prompt) + 1 for prompt in given_prompts],
         output_len=[1] * len(given_prompts),
         timeout_s=1e9,
-        hashes=[each.tolist() for each in given_prompts],
+        hashes=[prompt.tolist() for prompt in given_prompts],
     )
     outcome = simulate(system, load)
-    assert all(not each.error for each in outcome.records)
+    assert all(not record.error for record in outcome.records)
     return round(outcome.figures["aggregated"].prefix_hits) // SIZE
 
 
@@ -75,7 +75,7 @@ def reuse_by_routing(routing: Routing, prefill: int, decode: int) -> float:
         following=load.following,
     )  # fmt: skip
     outcome = simulate(system, asked)
-    assert all(not each.error for each in outcome.records)
+    assert all(not record.error for record in outcome.records)
     found = outcome.figures["prefill" if prefill else "aggregated"].prefix_hits / SIZE
     return found / (40 * sum(range(4, 9)))
 

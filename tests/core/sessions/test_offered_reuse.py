@@ -24,7 +24,7 @@ prompts = st.lists(st.lists(st.integers(0, 5), max_size=8), max_size=25)
 
 
 def arrays(lists: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    return [np.array(each, np.int64) for each in lists]
+    return [np.array(prompt, np.int64) for prompt in lists]
 
 
 def found_by_a_cache(lists: Sequence[Sequence[int]], capacity: int) -> list[int]:
@@ -90,7 +90,7 @@ def test_whether_sessions_share_is_the_scope_s(scope: str, together: int) -> Non
     sessions = (Session("a", 0.0, (turn(0, 1), turn(5, 1, 2))), Session("b", 1.0, (turn(0, 1, 2),)))
     corpus = Corpus(sessions, 64, "session" if scope == "session" else "corpus")
     figures = CorpusFigures(corpus)
-    assert (figures.together.found(), sum(each.found() for each in figures.alone)) == (together, 1)
+    assert (figures.together.found(), sum(reuse.found() for reuse in figures.alone)) == (together, 1)
     assert (figures.share_alone(), prompts_by_time(corpus).session) == (1 / 5, [0, 1, 0])
 
 

@@ -23,7 +23,7 @@ def turn(blocks: list[int]) -> Turn:
 def load_of(sessions: int, turns: int = 3) -> SessionLoad:
     session = Session("s", 0.0, tuple(turn(list(range(1, number + 2))) for number in range(turns)))
     return session_load(
-        [session] * sessions, [10.0 * each for each in range(sessions)], "session", SIZE, own_answers=True
+        [session] * sessions, [10.0 * place for place in range(sessions)], "session", SIZE, own_answers=True
     )
 
 
@@ -42,7 +42,7 @@ def answered(load: SessionLoad, gap_s: float = 2.0, ttft_s: float = 0.1) -> list
             last_token_s=end_s, output_len=4, session=number, turn=at_turn,
             session_s=end_s - begun_s if at_turn == turns - 1 else None, cached_tokens=SIZE * at_turn,
         ))  # fmt: skip
-    return sorted(records, key=lambda each: each.scheduled_s)
+    return sorted(records, key=lambda record: record.scheduled_s)
 
 
 def test_figures_of_a_whole_trial() -> None:

@@ -41,14 +41,14 @@ def test_a_turn_is_sent_think_time_after_the_answer_before_it(pair: bool) -> Non
     load = session_load([session] * 3, [0.5, 0.51, 7.0], "session", SIZE, own_answers=True)
     records = run(load, pair=pair).records
     assert len(records) == 9
-    assert [each.scheduled_s for each in records] == sorted(each.scheduled_s for each in records)
+    assert [record.scheduled_s for record in records] == sorted(record.scheduled_s for record in records)
     for number, begun_s in enumerate([0.5, 0.51, 7.0]):
-        mine = [each for each in records if each.session == number]
-        assert ([each.turn for each in mine], mine[0].scheduled_s) == ([0, 1, 2], begun_s)
+        mine = [record for record in records if record.session == number]
+        assert ([record.turn for record in mine], mine[0].scheduled_s) == ([0, 1, 2], begun_s)
         for before, after, think_s in zip(mine, mine[1:], [0.25, 3.0], strict=False):
             assert after.scheduled_s == pytest.approx(before.last_token_s + think_s, abs=1e-9)
         assert mine[-1].session_s == pytest.approx(mine[-1].last_token_s - begun_s)
-        assert [each.session_s for each in mine[:-1]] == [None, None]
+        assert [record.session_s for record in mine[:-1]] == [None, None]
 
 
 def test_sub_agents_run_beside_each_other_and_the_next_turn_waits_for_the_last() -> None:
@@ -57,21 +57,21 @@ def test_sub_agents_run_beside_each_other_and_the_next_turn_waits_for_the_last()
     session = Session("s", 0.0, (turn([1], below=(quick, slow)), turn([1, 2], 2.0)))
     load = session_load([session], [0.0], "corpus", SIZE, own_answers=True)
     records = run(load).records
-    by_place = {int(each.request_id.removeprefix("sim-")): each for each in records}
+    by_place = {int(record.request_id.removeprefix("sim-")): record for record in records}
     main, fast, begun, ended, joined = (by_place[place] for place in range(5))
     assert fast.scheduled_s == pytest.approx(main.last_token_s)
     assert begun.scheduled_s == pytest.approx((main.last_token_s or 0.0) + 0.5)
     assert ended.scheduled_s == pytest.approx((begun.last_token_s or 0.0) + 9.0)
     assert joined.scheduled_s == pytest.approx((ended.last_token_s or 0.0) + 2.0)
-    assert [each.turn for each in (main, fast, begun, ended, joined)] == [0, 0, 0, 1, 1]
-    assert (len(records), {each.session for each in records}) == (5, {0})
+    assert [record.turn for record in (main, fast, begun, ended, joined)] == [0, 0, 0, 1, 1]
+    assert (len(records), {record.session for record in records}) == (5, {0})
 
 
 def test_a_session_is_given_up_when_a_turn_has_no_answer() -> None:
     session = Session("s", 0.0, (turn([1]), turn([1, 2], 0.0, out=4000), turn([1, 2, 3], 0.0)))
     load = session_load([session, session], [0.0, 0.1], "session", SIZE, own_answers=True)
     outcome = run(load, timeout_s=0.2)
-    assert sorted((each.turn, each.error) for each in outcome.records) == [
+    assert sorted((record.turn, record.error) for record in outcome.records) == [
         (0, ""), (0, ""), (1, "timeout"), (1, "timeout"),
     ]  # fmt: skip
 
@@ -94,9 +94,9 @@ def test_own_answers_are_found_and_recorded_ones_are_not() -> None:
 def test_copies_of_a_session_share_what_sessions_share_and_nothing_else() -> None:
     session = Session("s", 0.0, (turn([1, 2, 3]),), shared_len=2 * SIZE)
     apart = session_load([session, session], [0.0, 50.0], "session", SIZE, own_answers=True)
-    assert [each.cached_tokens for each in run(apart).records] == [0, 0]
+    assert [record.cached_tokens for record in run(apart).records] == [0, 0]
     shared = session_load([session, session], [0.0, 50.0], "corpus", SIZE, own_answers=True)
-    assert [each.cached_tokens for each in run(shared).records] == [0, 2 * SIZE]
+    assert [record.cached_tokens for record in run(shared).records] == [0, 2 * SIZE]
 
 
 plans = st.lists(
@@ -119,12 +119,12 @@ def test_no_cache_finds_more_than_is_offered(
     offsets = [place * (1e4 if apart else 0.001) for place in range(len(sessions))]
     load = session_load(sessions, offsets, "corpus", SIZE, own_answers=own)
     records = run(load, pair=pair).records
-    places = [int(each.request_id.removeprefix("sim-")) for each in records]
-    achieved = sum(each.cached_tokens or 0 for each in records)
+    places = [int(record.request_id.removeprefix("sim-")) for record in records]
+    achieved = sum(record.cached_tokens or 0 for record in records)
     assert achieved <= load.offered_tokens(places, [None])[0]
     small = run(load, pair=pair, blocks=12).records
     if apart and all(shape[0][2] == 5.0 or len(shape) == 1 for shape in shapes):
-        assert sum(each.cached_tokens or 0 for each in small) <= achieved
+        assert sum(record.cached_tokens or 0 for record in small) <= achieved
 
 
 def test_blocks_of_another_size_are_found_where_their_tokens_are_known() -> None:

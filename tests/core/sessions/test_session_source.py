@@ -29,7 +29,7 @@ def test_a_load_is_a_function_of_its_seed_and_begins_open_loop() -> None:
 
 def test_limits_cut_sessions_and_refuse_what_leaves_none() -> None:
     short = source_of(Sessions(shape=SHAPE, max_turns=2), None)
-    assert max(len(each.turns) for each in short.sample) <= 2
+    assert max(len(session.turns) for session in short.sample) <= 2
     small = source_of(Sessions(shape=SHAPE, max_input_len=400), None)
     assert small.longest_input <= 400
     with pytest.raises(InputError, match="max_input_len"):

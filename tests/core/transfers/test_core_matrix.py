@@ -128,8 +128,8 @@ def test_cuda_ipc_is_for_gpu_memory_only() -> None:
 def test_a_protocol_that_nothing_here_has_is_refused_by_name() -> None:
     """Yardsticks alone would be a table that answers another question."""
     none = tuple(
-        replace(each, lacking={"rdma": "no RDMA device"}) if "rdma" in each.protocols else each
-        for each in MOVERS
+        replace(mover, lacking={"rdma": "no RDMA device"}) if "rdma" in mover.protocols else mover
+        for mover in MOVERS
     )
     with pytest.raises(InputError, match="no backend on this host moves bytes over rdma") as told:
         build(Axes(protocols=("rdma",)), none)

@@ -92,7 +92,7 @@ def test_a_single_wrong_bit_anywhere_is_found(layout: Layout, seed: int, data: s
     block, byte = divmod(rest, layout.block_bytes)
     said = difference(memory, layout, every, content, every)
     assert said == f"region {region}, block {block}: byte {byte} is not what was sent"
-    others = [each for each in every if each != block]
+    others = [number for number in every if number != block]
     assert difference(memory, layout, others, content, others) == ""
 
 

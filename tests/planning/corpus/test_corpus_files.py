@@ -54,7 +54,7 @@ def test_a_recorded_conversation_with_a_subagent(tmp_path: Path) -> None:
     (session,) = corpus.sessions
     first, second, third = session.turns
     (helper,) = first.subagents
-    assert [each.sent_s for each in session.turns] == [0.0, 10.0, 14.0]
+    assert [turn.sent_s for turn in session.turns] == [0.0, 10.0, 14.0]
     assert [turn.sent_s + helper.start_s for turn in helper.turns] == [4.0, 7.0]
     # Its first request came two seconds after its parent's answer, the second two after its own.
     assert [turn.think_time_s for turn in helper.turns] == [2.0, 2.0]
@@ -81,7 +81,7 @@ def test_a_folder_and_a_file_of_many_lines_are_the_same(tmp_path: Path) -> None:
         (folder / f"{name}.json").write_text(json.dumps({**HELPED, "id": name}, indent=1))
     packed = tmp_path / "corpus.gz"
     packed.write_bytes(gzip.compress(one.read_bytes()))
-    found = [CorpusFigures(load_corpus(each)).spreads() for each in (one, folder, packed)]
+    found = [CorpusFigures(load_corpus(path)).spreads() for path in (one, folder, packed)]
     assert found[0] == found[1] == found[2]
 
 
@@ -90,8 +90,8 @@ def test_aiperf_sessions(tmp_path: Path) -> None:
     asked = {"text": "x" * 800, "output_length": 50}
     again = {"text": "y" * 40, "output_length": 7, "delay": 1500}
     (session,) = load_corpus(written(tmp_path, {"session_id": "a", "turns": [system, asked, again]})).sessions
-    assert [(each.input_len, each.output_len) for each in session.turns] == [(300, 50), (360, 7)]
-    assert [each.think_time_s for each in session.turns] == [0.0, 1.5]
+    assert [(turn.input_len, turn.output_len) for turn in session.turns] == [(300, 50), (360, 7)]
+    assert [turn.think_time_s for turn in session.turns] == [0.0, 1.5]
     assert session.turns[1].blocks[:4].tolist() == session.turns[0].blocks.tolist()
 
 
@@ -111,7 +111,7 @@ def test_sharegpt_conversations(tmp_path: Path) -> None:
     corpus = load_corpus(path)
     (session,) = corpus.sessions
     # What gpt adds of its own accord is part of the next prompt.
-    assert [(each.input_len, each.output_len) for each in session.turns] == [(30, 5), (38, 100)]
+    assert [(turn.input_len, turn.output_len) for turn in session.turns] == [(30, 5), (38, 100)]
     assert any("1 conversations without an answer" in note for note in corpus.notes)
 
 
@@ -124,20 +124,20 @@ def test_lengths_alone(tmp_path: Path) -> None:
     ]
     a, b = load_corpus(written(tmp_path, *rows)).sessions
     assert (a.start_s, b.start_s) == (3.5, 0.0)
-    assert [len(each.blocks) for each in a.turns] == [10, 10, 2]
+    assert [len(turn.blocks) for turn in a.turns] == [10, 10, 2]
     assert a.turns[0].blocks.tolist() == a.turns[1].blocks.tolist()
     assert not set(a.turns[2].blocks.tolist()) & set(a.turns[1].blocks.tolist())  # it began anew
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 90)), max_size=12), st.integers(1, 70))
 def test_grown_blocks_are_whole_and_begin_as_before(lengths: list[tuple[int, int]], size: int) -> None:
-    found = [each.tolist() for each in grown_blocks(lengths, size)]
-    assert [len(each) for each in found] == [input_len // size for input_len, _ in lengths]
+    found = [block.tolist() for block in grown_blocks(lengths, size)]
+    assert [len(blocks) for blocks in found] == [input_len // size for input_len, _ in lengths]
     for place in range(1, len(found)):
         grows = lengths[place][0] >= sum(lengths[place - 1])
         shared = len(found[place - 1]) if grows else 0
         assert found[place][:shared] == found[place - 1][:shared]
-        assert not set(found[place][shared:]) & {each for before in found[:place] for each in before}
+        assert not set(found[place][shared:]) & {number for before in found[:place] for number in before}
 
 
 def test_a_parquet_table_is_read_row_by_row(tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_a_parquet_table_is_read_row_by_row(tmp_path: Path) -> None:
     ]
     pq.write_table(pa.Table.from_pylist(lengths), path)
     (session,) = load_corpus(path).sessions
-    assert [(each.input_len, each.think_time_s) for each in session.turns] == [(640, 0.0), (700, 2.5)]
+    assert [(turn.input_len, turn.think_time_s) for turn in session.turns] == [(640, 0.0), (700, 2.5)]
     path.write_bytes(b"PAR1 no table")
     with pytest.raises(InputError, match="cannot be read as Parquet"):
         load_corpus(path)
@@ -166,7 +166,7 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
     ]
     corpus = load_corpus(written(tmp_path, *rows))
     assert (corpus.block_tokens, corpus.scope) == (512, "corpus")
-    assert [each.start_s for each in corpus.sessions] == [0.0, 2.0]
+    assert [session.start_s for session in corpus.sessions] == [0.0, 2.0]
     assert (CorpusFigures(corpus).together.found(), CorpusFigures(corpus).together.blocks) == (2, 4)
 
 

@@ -152,8 +152,8 @@ def test_no_width_cuts_what_a_gate_proves(width: int) -> None:
     shown = stream.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     flat = " ".join(shown.split())
-    for each in gate_table():
-        for words in (each.name, each.proves, f"evidence: {each.evidence}", f"limits: {each.limits}"):
+    for gate in gate_table():
+        for words in (gate.name, gate.proves, f"evidence: {gate.evidence}", f"limits: {gate.limits}"):
             assert " ".join(words.replace("`", "").split()) in flat
 
 
@@ -162,7 +162,7 @@ def test_a_pipe_gets_the_gates_in_plain_lines() -> None:
     assert gates.command(Console(file=stream, width=160)) == 0
     lines = stream.getvalue().splitlines()
     assert not any(mark in line for line in lines for mark in ("`", "| ", "---"))
-    assert {f"  {each.proves.replace('`', '')}" for each in gate_table()} <= set(lines)
+    assert {f"  {gate.proves.replace('`', '')}" for gate in gate_table()} <= set(lines)
     assert any("silent_tcp" in line and line.endswith("wrong_transport") for line in lines)
 
 
@@ -182,4 +182,4 @@ def test_no_width_cuts_what_a_finding_says(width: int) -> None:
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= width
     # However it is folded: each digit of two rates and two round trips, told by both tables, is there.
-    assert sum(shown.count(each) for each in "0123456789") >= 2 * 2 * (len("12345") + len("012"))
+    assert sum(shown.count(digit) for digit in "0123456789") >= 2 * 2 * (len("12345") + len("012"))

@@ -216,7 +216,7 @@ def test_a_frozen_process_is_seen_over_there(site: Site) -> None:
     assert fix == f"on far-away: find out what stops it; `kill -CONT {process.pid}` continues it"
     liveness.close()
     site.launcher.stop(processes)
-    assert [each.poll() for each in processes] == [-signal.SIGTERM] * 2
+    assert [child.poll() for child in processes] == [-signal.SIGTERM] * 2
 
 
 def test_cpu_time_is_told_of_its_own_processes_only(site: Site) -> None:
@@ -280,7 +280,7 @@ def test_a_key_goes_to_the_generator_and_nowhere_else(site: Site, tmp_path: Path
     seen.append(Path(f"/proc/{site.channel.pid}/environ").read_bytes())
     seen.append(repr(result).encode())
     assert len(seen) > 10
-    assert not [each for each in seen if CANARY.encode() in each]
+    assert not [data for data in seen if CANARY.encode() in data]
 
 
 def test_the_end_of_stdin_ends_everything(tmp_path: Path) -> None:

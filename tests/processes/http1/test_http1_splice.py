@@ -84,8 +84,8 @@ def way(left: int = 0) -> Iterator[Way]:
         yield made
     finally:
         made.splicer.close()
-        for each in (made.upstream, made.source, made.target, made.client):
-            each.close()
+        for sock in (made.upstream, made.source, made.target, made.client):
+            sock.close()
 
 
 def chunk(data: bytes) -> bytes:
@@ -169,8 +169,8 @@ def test_what_the_client_does_not_take_is_given_back_in_order() -> None:
     event = chunk(b"y" * 60_000)
     with way() as x:
         got, sent = b"", b""
-        for each in (x.upstream, x.source, x.target, x.client):
-            each.setblocking(False)
+        for sock in (x.upstream, x.source, x.target, x.client):
+            sock.setblocking(False)
         while not x.back:
             _, writable, _ = select.select([x.splicer.fileno()], [x.upstream], (), DEADLINE_S)
             if writable:
@@ -210,7 +210,7 @@ def test_an_end_is_left_in_the_socket() -> None:
 def test_one_stream_may_take_another_out_that_was_given_back_too() -> None:
     ways = [Way() for _ in range(2)]
     first = ways[0]
-    fds = [each.source.fileno() for each in ways]
+    fds = [way.source.fileno() for way in ways]
     told: list[int] = []
 
     def back(number: int) -> Any:
@@ -220,18 +220,18 @@ def test_one_stream_may_take_another_out_that_was_given_back_too() -> None:
 
         return given_back
 
-    for number, each in enumerate(ways):
-        each.splicer.remove(fds[number])
-        first.splicer.add(fds[number], each.target.fileno(), 0, back(number))
-        each.upstream.sendall(b"odd")
-    for each in ways:  # both reads have been taken, so that both streams are in the queue
-        until(lambda each=each: not select.select([each.source], (), (), 0)[0])  # type: ignore[misc]
+    for number, way in enumerate(ways):
+        way.splicer.remove(fds[number])
+        first.splicer.add(fds[number], way.target.fileno(), 0, back(number))
+        way.upstream.sendall(b"odd")
+    for way in ways:  # both reads have been taken, so that both streams are in the queue
+        until(lambda way=way: not select.select([way.source], (), (), 0)[0])  # type: ignore[misc]
     first.splicer.collect()
     assert len(told) == 1
     assert not first.ready
-    for each in ways:
-        each.splicer.close()
-        for sock in (each.upstream, each.source, each.target, each.client):
+    for way in ways:
+        way.splicer.close()
+        for sock in (way.upstream, way.source, way.target, way.client):
             sock.close()
 
 
@@ -361,12 +361,12 @@ def test_a_descriptor_that_was_removed_is_not_touched_any_more() -> None:
             source.close()
             target.close()
             others = (*socket.socketpair(), *socket.socketpair())
-            assert {each.fileno() for each in others} >= set(numbers)
-            for each in others:
+            assert {other.fileno() for other in others} >= set(numbers)
+            for other in others:
                 with pytest.raises(BlockingIOError):
-                    each.recv(100, socket.MSG_DONTWAIT)
-            for each in others:
-                each.close()
+                    other.recv(100, socket.MSG_DONTWAIT)
+            for other in others:
+                other.close()
             upstream.close()
             client.close()
         assert x.back == []
@@ -390,8 +390,8 @@ def test_streams_come_and_go_while_others_flow() -> None:
         assert x.splicer.remove(x.source.fileno())[2] == sent
         assert got + len(x.received()) == sent
         for pairs in others:
-            for each in (*pairs[0], *pairs[1]):
-                each.close()
+            for pair in (*pairs[0], *pairs[1]):
+                pair.close()
 
 
 def test_it_is_closed_with_its_last_reference_even_in_a_circle() -> None:

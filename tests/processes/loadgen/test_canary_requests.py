@@ -34,7 +34,7 @@ def pool_of(url: str, size: int) -> CanaryPool:
 
 
 def canaries(records: list[RequestRecord]) -> list[RequestRecord]:
-    return [each for each in records if each.canary is not None]
+    return [record for record in records if record.canary is not None]
 
 
 @pytest.mark.parametrize("python", [False, True])
@@ -44,13 +44,13 @@ def test_their_answers_are_kept_and_are_those_to_their_prompts(tmp_path: Path, p
         at = [[place, number] for number, place in enumerate((1, 7, 12, 18, 22, 29))]
         found = load(tmp_path, server.port, python=python, canaries={"seed": SEED, "at": at}, **length())
     records = list(found.records)
-    assert [(place, each.canary) for place, each in enumerate(records) if each.canary is not None] == [
+    assert [(place, record.canary) for place, record in enumerate(records) if record.canary is not None] == [
         (place, number) for place, number in at
     ]
-    for each in canaries(records):
-        assert crc32(each.text.encode()) == each.text_crc
-        assert len(each.text.encode()) == each.text_bytes
-    assert not any(each.text for each in records if each.canary is None)
+    for canary in canaries(records):
+        assert crc32(canary.text.encode()) == canary.text_crc
+        assert len(canary.text.encode()) == canary.text_bytes
+    assert not any(record.text for record in records if record.canary is None)
     result = judge_canaries(pool, records)
     assert (result.checked, result.wrong) == (6, ())
 
@@ -62,7 +62,7 @@ def test_a_canned_answer_is_found_in_a_load(tmp_path: Path) -> None:
         found = load(tmp_path, server.port, canaries={"seed": SEED, "at": at}, **length())
     result = judge_canaries(pool, list(found.records))
     assert result.checked == 4
-    assert {each.kind for each in result.wrong} == {"garbage"}
+    assert {canary.kind for canary in result.wrong} == {"garbage"}
 
 
 def test_after_a_failure_the_next_requests_are_canaries(tmp_path: Path) -> None:
@@ -70,15 +70,15 @@ def test_after_a_failure_the_next_requests_are_canaries(tmp_path: Path) -> None:
         spares = {"seed": SEED, "at": [[0, 0]], "spares": [1, 2, 3]}
         found = load(tmp_path, server.port, canaries=spares, **length(), request_rate=20.0)
     records = list(found.records)
-    assert [each.error for each in records].count("reset") == 3
+    assert [record.error for record in records].count("reset") == 3
     assert len(records) == 30
-    ends = [each.last_token_s or each.scheduled_s for each in records if each.error == "reset"]
+    ends = [record.last_token_s or record.scheduled_s for record in records if record.error == "reset"]
     followed = canaries(records)[1:]
-    assert [each.canary for each in followed] == [1, 2, 3]
+    assert [canary.canary for canary in followed] == [1, 2, 3]
     assert followed[0].scheduled_s > ends[0]
-    assert sum(ends[0] < each.scheduled_s < followed[0].scheduled_s for each in records) <= 1
-    assert [index_of(each) for each in records] == list(range(30))
-    scheduled = [each.scheduled_s for each in records]
+    assert sum(ends[0] < record.scheduled_s < followed[0].scheduled_s for record in records) <= 1
+    assert [index_of(record) for record in records] == list(range(30))
+    scheduled = [record.scheduled_s for record in records]
     assert scheduled == sorted(scheduled)
 
 
@@ -94,10 +94,10 @@ def test_workers_share_them_as_they_share_the_plan() -> None:
             "http://127.0.0.1:1", num_requests=40, canaries=wanted, worker=worker, workers=3, **length()
         )
         share = planned_requests(spec)
-        others += [each.canary for each in plant_canaries(spec, share)]
-        found |= {each.index: each.prompt for each in share if each.canary is not None}
-    assert found == {each.index: each.prompt for each in plan if each.canary is not None}
-    assert sorted(map(str, others)) == sorted(str(each.canary) for each in spares)
+        others += [canary.canary for canary in plant_canaries(spec, share)]
+        found |= {request.index: request.prompt for request in share if request.canary is not None}
+    assert found == {request.index: request.prompt for request in plan if request.canary is not None}
+    assert sorted(map(str, others)) == sorted(str(spare.canary) for spare in spares)
     pool = CanaryPool("own", LENGTHS, (LENGTHS,) * 10, SEED, VOCAB, Outputs(("",) * 10, 0.0))
     assert [json.loads(found[number]) for number in range(10)] == [pool.prompt(n) for n in range(10)]
 

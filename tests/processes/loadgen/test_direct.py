@@ -42,7 +42,7 @@ def deployed(
 ) -> Iterator[tuple[RunningDeployment, LocalLauncher]]:
     """A pair of the quickstart's, up and ready."""
     scenario, _ = load_scenario("quickstart", [*EASY, f"connectors=[{connector}]", *overrides])
-    (planned,) = (each for each in plan_of(scenario).deployments if not each.reference_only)
+    (planned,) = (candidate for candidate in plan_of(scenario).deployments if not candidate.reference_only)
     launcher = LocalLauncher("test-direct", folder / "logs", folder / "specs")
     with RunningDeployment(scenario, with_ports(planned, "127.0.0.1"), launcher) as deployment:
         yield deployment, launcher
@@ -109,8 +109,8 @@ def test_direct_answers_are_those_of_the_router(tmp_path: Path, connector: str) 
             result = offer(deployment, launcher, {**direct, "decode": [{**direct["decode"][0], "url": url}]})
         assert [record.error_detail for record in result.records] == [""] * 8
         assert len(tape) == 8
-        for each in tape:
-            assert each.text == deployment.complete(each.body["prompt"], 4)
+        for exchange in tape:
+            assert exchange.text == deployment.complete(exchange.body["prompt"], 4)
         assert router_requests(deployment.metrics()) == 8  # those of complete()
     for record in result.records:
         assert record.router_received_s is None

@@ -233,9 +233,9 @@ def test_a_late_reader_is_a_late_client(tmp_path: Path, way: str) -> None:
         chunk_lag_p99_ms=client.chunk_lag_p99_ms,
         stamps="kernel",
     )
-    for each in (client, only_reads):
+    for case in (client, only_reads):
         strict = Slo(ttft_ms=200, tpot_ms=500, attainment=0.5)
-        finding = found(Evidence(evidence.records, evidence.summary, strict, client=each), "client_limited")
+        finding = found(Evidence(evidence.records, evidence.summary, strict, client=case), "client_limited")
         assert "reads by up to" in finding.message
 
 

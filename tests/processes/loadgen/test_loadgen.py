@@ -330,4 +330,4 @@ def test_a_preparation_reports_each_request_once_though_it_takes_it_up_twice(
         == [*range(PREPARED_EACH)] * 2
     )
     told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [each["done"] for each in told] == [PREPARED_EACH // 2, PREPARED_EACH]
+    assert [event["done"] for event in told] == [PREPARED_EACH // 2, PREPARED_EACH]

@@ -355,7 +355,7 @@ def stamp_of(real_ns: int) -> bytes:
 def test_a_stamp_that_cannot_be_gives_way_to_the_time_of_the_read() -> None:
     offset, sent = 5 * 10**9, 1_000_000_000
     real = [1_200_000_000, 900_000_000, 1_500_000_000]  # in order; before the sending; after the read
-    stamps = [*(stamp_of(each + offset) for each in real), NO_STAMP, NO_STAMP]
+    stamps = [*(stamp_of(real_ns + offset) for real_ns in real), NO_STAMP, NO_STAMP]
     reads = [1_250_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
     wanted = [1_200_000_000, 1_300_000_000, 1_400_000_000, 1_500_000_000, 1_600_000_000]
     # Nothing lay there before: the sending; just before the read; the same, after the stamp; …
@@ -378,8 +378,8 @@ def test_a_chat_counts_reasoning_once_and_a_tools_call_as_text() -> None:
         DONE,
     ]  # fmt: skip
     stream = StreamReader()
-    for stamp, each in enumerate(events):
-        stream.feed(each, stamp)
+    for stamp, event in enumerate(events):
+        stream.feed(event, stamp)
     stream.finish()
     assert list(stream.token_stamps) == [1, 2, 3, 4]
     assert (stream.text_bytes, stream.text_crc) == (7, crc32(b"abcdf{}"))
@@ -418,7 +418,7 @@ def test_ids_are_kept_however_the_reads_are_cut(answer: list[list[int]], data: s
     for begin, end in zip([0, *cuts], [*cuts, len(body)], strict=True):
         reader.feed(body[begin:end], 1)
     reader.finish()
-    assert reader.token_ids == [each for ids in answer for each in ids]
+    assert reader.token_ids == [token for ids in answer for token in ids]
     assert (reader.error, reader.done, len(reader.token_stamps)) == ("", True, len(answer))
 
 

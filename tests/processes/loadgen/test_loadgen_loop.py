@@ -59,7 +59,7 @@ class Owner:
         lags_ns = list(memoryview(lags).cast("i"))
         assert len(came_ns) == len(lags_ns)
         assert not self.log
-        return came_ns, [each + lag for each, lag in zip(came_ns, lags_ns, strict=True)], useless
+        return came_ns, [stamp + lag for stamp, lag in zip(came_ns, lags_ns, strict=True)], useless
 
 
 class Sockets:
@@ -96,8 +96,8 @@ class Sockets:
 
     def close(self) -> None:
         self.loop.close()
-        for each in self._open:
-            each.close()
+        for sock in self._open:
+            sock.close()
 
 
 @pytest.fixture(params=["python", "compiled"])
@@ -264,7 +264,7 @@ def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:
     owner._then = lambda: sockets.loop.unwatch(connection.fd)
     reset(theirs)
     sockets.turn_until(lambda: bool(owner.told))
-    assert [type(each) for each in owner.told] == [ConnectionResetError]
+    assert [type(error) for error in owner.told] == [ConnectionResetError]
     assert owner.log.reads == []
 
 

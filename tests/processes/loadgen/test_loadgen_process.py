@@ -81,9 +81,9 @@ def test_a_process_runs_its_spec_and_writes_records_in_order(tmp_path: Path) -> 
     assert (client["chunks"], client["gc_collections"]) == (60, 0)
     assert client["stamps"] in ("kernel", "read", "mixed")
     assert client["reads_by"] == WAY
-    settled = [each for event in events[1:-1] for each in event["settled"]]
-    assert sorted(each[0] for each in settled) == list(range(20))
-    assert all(None not in each[1:4] and each[4] == "" for each in settled)
+    settled = [row for event in events[1:-1] for row in event["settled"]]
+    assert sorted(row[0] for row in settled) == list(range(20))
+    assert all(None not in row[1:4] and row[4] == "" for row in settled)
     records = records_in(tmp_path)
     assert [record.ok for record in records] == [True] * 20
     assert [record.scheduled_s for record in records] == sorted(record.scheduled_s for record in records)
@@ -182,7 +182,7 @@ def test_a_slow_reader_gets_every_outcome(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=60)
     lines = out.splitlines()
     assert max(len(line) for line in lines[:-1]) < 4096
-    settled = [each[0] for line in lines for each in json.loads(line).get("settled", [])]
+    settled = [row[0] for line in lines for row in json.loads(line).get("settled", [])]
     assert sorted(settled) == list(range(900))
 
 
@@ -194,7 +194,7 @@ def test_workers_share_the_plan() -> None:
     whole = wanted_of(planned_requests(spec_for("http://x", num_requests=11)))
     shares = [planned_requests(spec_for("http://x", num_requests=11, workers=3, worker=k)) for k in range(3)]
     assert [len(share) for share in shares] == [4, 4, 3]
-    assert sorted(each for share in shares for each in wanted_of(share)) == whole
+    assert sorted(request for share in shares for request in wanted_of(share)) == whole
 
 
 def test_the_plan_is_a_function_of_the_spec() -> None:
@@ -255,10 +255,10 @@ def test_a_trace_takes_the_place_of_the_rate(tmp_path: Path) -> None:
 def test_requests_may_be_due_at_the_same_time(tmp_path: Path) -> None:
     rows = [{**TRACE[0], "offset_s": offset_s} for offset_s in (0.0, 0.0, 0.5, 0.5)]
     traced = LoadSpec(**vars(spec_for("http://x", requests_path=trace(tmp_path, rows))))
-    assert [each.offset_s for each in planned_requests(traced)] == [0.0, 0.0, 0.5, 0.5]
+    assert [request.offset_s for request in planned_requests(traced)] == [0.0, 0.0, 0.5, 0.5]
     planned = LoadSpec(**vars(spec_for("http://x", num_requests=4, offsets_s=[0.0, 0.0, 0.5, 0.5])))
     planned.check()
-    assert [each.offset_s for each in planned_requests(planned)] == [0.0, 0.0, 0.5, 0.5]
+    assert [request.offset_s for request in planned_requests(planned)] == [0.0, 0.0, 0.5, 0.5]
 
 
 def test_traced_prompts_share_their_blocks(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_prompts_have_in_common_what_their_blocks_say(
 ) -> None:
     load = session_load(
         sessions,
-        [float(each) for each in range(len(sessions))],
+        [float(number) for number in range(len(sessions))],
         scope,
         SIZE,
         own_answers=own_answers,  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_answers_fill_the_blocks_that_later_prompts_have() -> None:
     back = turn([1, 2, 10, 11, 30], more=2)  # goes back into the second's, behind an answer
     load = session_load([Session("s", 0.0, (first, second, back))], [0.0], "session", SIZE, own_answers=True)
     prompts = SessionPrompts(
-        load, VOCAB, 1, lambda tokens: b"".join(b"%d," % each for each in tokens.tolist())
+        load, VOCAB, 1, lambda tokens: b"".join(b"%d," % token for token in tokens.tolist())
     )
     prompts.prepare()
     given_ids = list(range(500, 540))

@@ -34,7 +34,7 @@ def launcher(tmp_path: Path) -> LocalLauncher:
 
 
 def by_place(records: list[RequestRecord]) -> dict[int, RequestRecord]:
-    return {int(each.request_id.rpartition("-")[2]): each for each in records}
+    return {int(record.request_id.rpartition("-")[2]): record for record in records}
 
 
 def require_due(load: SessionLoad, records: list[RequestRecord]) -> None:
@@ -46,7 +46,7 @@ def require_due(load: SessionLoad, records: list[RequestRecord]) -> None:
         if not following.after[place]:
             assert record.scheduled_s == pytest.approx(load.offsets_s[place], abs=DECIMALS)
             continue
-        answered_s = max(placed[each].last_token_s or 0.0 for each in following.after[place])
+        answered_s = max(placed[number].last_token_s or 0.0 for number in following.after[place])
         due_s = answered_s + following.think_time_s[place]
         assert record.scheduled_s == pytest.approx(due_s, abs=DECIMALS)
 
@@ -59,12 +59,14 @@ def test_turns_are_due_think_time_after_answers(launcher: LocalLauncher, tmp_pat
         arrived = server.log("?summary")["lateness"]["first"]["n"]
     assert end["reason"] == "complete"
     assert len(records) == arrived == 120
-    assert {each.error for each in records} == {""}
+    assert {record.error for record in records} == {""}
     require_due(load, records)
     for number in range(30):
-        mine = sorted((each for each in records if each.session == number), key=lambda each: each.turn or 0)
-        assert [each.turn for each in mine] == [0, 1, 2, 3]
-        assert [each.session_s is not None for each in mine] == [False, False, False, True]
+        mine = sorted(
+            (record for record in records if record.session == number), key=lambda record: record.turn or 0
+        )
+        assert [record.turn for record in mine] == [0, 1, 2, 3]
+        assert [record.session_s is not None for record in mine] == [False, False, False, True]
         last = mine[-1].last_token_s
         assert mine[-1].session_s == pytest.approx(last - load.offsets_s[4 * number], abs=DECIMALS)
     require_told(records, progress)
@@ -106,11 +108,11 @@ def require_told(records: list[RequestRecord], progress: list[dict[str, Any]]) -
     settled: dict[int, list[Any]] = {}
     for line in progress:
         told += line["offsets_s"]
-        for each in line["settled"]:
-            assert each[0] < len(told)
-            settled[each[0]] = each
+        for row in line["settled"]:
+            assert row[0] < len(told)
+            settled[row[0]] = row
         assert line["sent"] >= len(told)
-    assert told == [each.scheduled_s for each in records]
+    assert told == [record.scheduled_s for record in records]
     assert sorted(settled) == list(range(len(records)))
     for place, record in enumerate(records):
         assert settled[place][4:] == [
@@ -144,10 +146,10 @@ def test_a_session_is_given_up_where_a_turn_fails(launcher: LocalLauncher, tmp_p
     with exact_server(launcher, spec_) as server:
         records, end, progress = sent(tmp_path, load, server.url)
     assert end["reason"] == "complete"
-    failed = {each.session for each in records if not each.ok}
+    failed = {record.session for record in records if not record.ok}
     assert len(failed) == 2
     for number in range(6):
-        turns = [each.turn for each in records if each.session == number]
+        turns = [record.turn for record in records if record.session == number]
         assert turns == ([0] if number in failed else [0, 1, 2])
     require_told(records, progress)
 
@@ -164,7 +166,7 @@ def test_a_server_without_token_ids_is_said(launcher: LocalLauncher, tmp_path: P
     session = Session("s", 0.0, (turn([1]), turn([1, 2])))
     with exact_server(launcher, {"first_token_s": 0.01, "gap_s": 0.002}) as server:
         records, _, _ = sent(tmp_path, load_of(session, own_answers=True), server.url)
-    assert [each.error for each in records] == ["bad_stream"]
+    assert [record.error for record in records] == ["bad_stream"]
     assert "answers: recorded" in records[0].error_detail
 
 
@@ -183,7 +185,7 @@ def test_a_session_finds_its_own_earlier_turns(tmp_path: Path) -> None:
         records, _, _ = sent(tmp_path, load, engine.url, vocab_size=8192)
         hits = engine.metric("vllm:prefix_cache_hits_total")
         lengths = engine.metric("vllm:prompt_tokens_total")
-    assert {each.error for each in records} == {""}
+    assert {record.error for record in records} == {""}
     require_due(load, records)
     assert lengths == sum(load.input_len)
     # Whole blocks of the answers, too: their KV was computed while they were written.
@@ -199,7 +201,7 @@ def test_made_up_answers_are_found_by_nobody(tmp_path: Path) -> None:
         hits = engine.metric("vllm:prefix_cache_hits_total")
         again, _, _ = sent(tmp_path, load, engine.url, vocab_size=8192, seed=8)
         assert engine.metric("vllm:prefix_cache_hits_total") == 2 * hits, "nothing of an earlier trial helps"
-    assert {each.error for each in (*records, *again)} == {""}
+    assert {record.error for record in (*records, *again)} == {""}
     assert hits == offered_of(load, records)
 
 
@@ -213,9 +215,9 @@ def test_p_and_d_find_no_more_than_is_offered(connector: str, tmp_path: Path) ->
             "decode": [{"url": pair.decode.url}],
         }
         records, _, _ = sent(tmp_path, load, pair.decode.url, direct=direct, vocab_size=8192)
-        hits = [each.metric("vllm:prefix_cache_hits_total") for each in (pair.prefill, pair.decode)]
-    assert {(each.error, each.error_detail) for each in records} == {("", "")}
+        hits = [engine.metric("vllm:prefix_cache_hits_total") for engine in (pair.prefill, pair.decode)]
+    assert {(record.error, record.error_detail) for record in records} == {("", "")}
     require_due(load, records)
     offered = offered_of(load, records)
-    assert all(0 < each <= offered for each in hits)
+    assert all(0 < hit <= offered for hit in hits)
     assert hits[0] < hits[1], "answers' KV is D's"

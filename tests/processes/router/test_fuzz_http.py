@@ -36,7 +36,7 @@ REQUESTS = [
     b"POST /v1/completions HTTP/1.1\nhost: x\ncontent-length: 2\n\n{}",
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 4000\r\n\r\n" + b"[" * 4000,
 ]
-STREAM = HEAD + b"".join(chunk(each) for each in (TOKEN, TOKEN, TOKEN, USAGE, DONE)) + LAST
+STREAM = HEAD + b"".join(chunk(event) for event in (TOKEN, TOKEN, TOKEN, USAGE, DONE)) + LAST
 ANSWERS = [
     STREAM, plain("200 OK", b'{"choices": [{"text": ""}], "usage": {"completion_tokens": 3}}'),
     plain("500 Oops", b"not \xff JSON"), plain("302 Found", b"", "location: http://elsewhere/\r\n"),

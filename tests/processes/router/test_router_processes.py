@@ -86,7 +86,7 @@ async def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: 
         response.end()
 
     engines = [await serve(engine, HOST, 0) for _ in range(2)]
-    decode = [{"url": f"http://{HOST}:{each.port}"} for each in engines]
+    decode = [{"url": f"http://{HOST}:{engine.port}"} for engine in engines]
     with router(tmp_path, connector="aggregated", decode=decode) as (process, port):
         await until_healthy(port)
         workers = workers_of(process)
@@ -103,10 +103,10 @@ async def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: 
         assert sum(seen.values()) == count
         assert max(seen.values()) - min(seen.values()) <= PROCESSES
         told = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
-        assert 0 < sum(each or 0.0 for each in told) <= sum(used) + 0.1
+        assert 0 < sum(cpu_s or 0.0 for cpu_s in told) <= sum(used) + 0.1
         assert page.total("kvbench:router_loop_lag_seconds_count")
-    for each in engines:
-        await each.close()
+    for server in engines:
+        await server.close()
 
 
 def test_each_process_begins_with_another_server() -> None:
@@ -280,13 +280,13 @@ def test_a_port_is_not_shared_with_another_router() -> None:
     port = first[0].getsockname()[1]
     try:
         assert first[1].getsockname()[1] == port
-        for each in first:
-            each.listen()
+        for sock in first:
+            sock.listen()
         with pytest.raises(PortInUseError, match=f"{HOST}:{port} is in use"):
             listening_sockets(HOST, port, 2)
     finally:
-        for each in first:
-            each.close()
+        for sock in first:
+            sock.close()
 
 
 def test_the_rows_of_all_processes_are_added_up() -> None:

@@ -86,8 +86,8 @@ def test_only_what_differs_is_shown_and_no_machine_refuses(copied: Callable[...,
 
     other = copied("b", environment=elsewhere, manifest=later, plan=set_otherwise)
     found = {
-        each.name: (each.before, each.after)
-        for each in setting_changes(*([run] for run in runs(QUICKSTART, other)))
+        change.name: (change.before, change.after)
+        for change in setting_changes(*([run] for run in runs(QUICKSTART, other)))
     }
     assert (found.pop("commit")[1], found.pop("host")[1]) == ("ffffffffffff with changes", "other-host")
     assert (found.pop("kernel")[1], found.pop("nixl-cu12")[1]) == ("7.0", "9.9")
@@ -129,17 +129,17 @@ def test_another_model_or_workload_needs_force_and_is_marked(
     other = copied("b", plan=change)
     with pytest.raises(InputError, match=rf"differ in {name}: .*--force|differ in {name}"):
         printed([QUICKSTART, other])
-    for each in ("terminal", "md", "latex"):
-        assert "NOT COMPARABLE" in printed([QUICKSTART, other], force=True, format=each)[1]
+    for output_format in ("terminal", "md", "latex"):
+        assert "NOT COMPARABLE" in printed([QUICKSTART, other], force=True, format=output_format)[1]
 
 
 # --- what became of it -----------------------------------------------------------------------------
 @pytest.mark.parametrize(("factor", "became"), [(0.5, "worse"), (2.0, "better"), (0.97, "inconclusive")])
 def test_each_rate_is_told_before_to_after(factor: float, became: str, copied: Callable[..., Path]) -> None:
     found = cell_changes(*([run] for run in runs(QUICKSTART, copied("b", factor))))
-    assert [each.became for each in found] == [became] * 6
-    for each in found:
-        assert each.change.ratio == pytest.approx(factor)
+    assert [cell.became for cell in found] == [became] * 6
+    for cell in found:
+        assert cell.change.ratio == pytest.approx(factor)
     _, text = printed([QUICKSTART, copied("c", factor)])
     assert text.count(became) >= 6
 
@@ -147,7 +147,9 @@ def test_each_rate_is_told_before_to_after(factor: float, became: str, copied: C
 def test_a_cell_of_one_run_only_is_said_to_be_that(tmp_path: Path) -> None:
     before = make_run(tmp_path / "a", ("mooncake", "nixl"), (512,))
     after = make_run(tmp_path / "b", ("nixl",), (512, 1024))
-    words = {each.place(): each.words() for each in cell_changes(*([run] for run in runs(before, after)))}
+    words = {
+        change.place(): change.words() for change in cell_changes(*([run] for run in runs(before, after)))
+    }
     assert words["mooncake, 512 in, 16 out"] == "inconclusive: not measured after"
     assert words["nixl, 1,024 in, 16 out"] == "inconclusive: not measured before"
     code, text = printed([before, after], ci=True)
@@ -239,8 +241,8 @@ def test_the_rate_shown_is_that_of_the_searches_compared(copied: Callable[..., P
     paths = [copied("a"), odd, copied("b", 0.5)]
     table = printed(paths, before=2)[1]
     assert "(1 of 2 runs)" in table
-    for each in cell_changes(runs(*paths[:2]), runs(paths[2])):
-        flat = each.flat()
+    for change in cell_changes(runs(*paths[:2]), runs(paths[2])):
+        flat = change.flat()
         assert flat["after"] / flat["before"] == pytest.approx(flat["ratio"])
 
 

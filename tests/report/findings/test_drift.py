@@ -31,8 +31,8 @@ def with_belief(run: RunFolder, at_first: float, at_last: float, took_s: float |
     (cell,) = run.cells
     assert cell.answer is not None
     kept = {
-        "posterior_at_first": [at_first * each for each in wide],
-        "posterior": [at_last * each for each in wide],
+        "posterior_at_first": [at_first * factor for factor in wide],
+        "posterior": [at_last * factor for factor in wide],
     }
     trials = [replace(trial, engine={**trial.engine, "starts_at_s": None}) for trial in run.trials]
     if took_s is not None:
@@ -42,7 +42,7 @@ def with_belief(run: RunFolder, at_first: float, at_last: float, took_s: float |
 
 
 def said(run: RunFolder) -> list[str]:
-    return [each.text for each in drifts(run, summary_table(run))]
+    return [drift.text for drift in drifts(run, summary_table(run))]
 
 
 def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
@@ -67,7 +67,7 @@ def test_nothing_is_said_without_evidence(sample: RunFolder) -> None:
 def test_it_stands_in_every_report(sample: RunFolder) -> None:
     run = with_belief(sample, 10.0, 8.0)
     rows = summary_table(run)
-    (found,) = (each for each in statements(run, rows) if each.rule == "drift")
+    (found,) = (statement for statement in statements(run, rows) if statement.rule == "drift")
     assert (found.kind, found.level) == ("suspicious", "warning")
     assert any("became slower" in note.text for note in notes(run, rows))
     assert not any("became slower" in note.text for note in notes(run, rows, gates=False))
@@ -87,7 +87,7 @@ def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     assert cell.answer is not None
     replay = cell.answer["replay"]
     left_out = replay["decides"] and replay["left_out"] > 0
-    became_faster = any("became faster" in each for each in said(run))
+    became_faster = any("became faster" in text for text in said(run))
     assert (left_out or became_faster) == (warmup_s > 0)
     if left_out:
         assert cell.answer["max_request_rate"] == pytest.approx(463.4, rel=0.02)  # as without the warm-up

@@ -48,12 +48,12 @@ def test_a_difference_in_every_repeat_is_told_and_the_rest_is_not(tmp_path: Path
         return 10.0 + repeat + apart
 
     found = statements(load_run(repeated(tmp_path / "run", 4, lost)))
-    ahead = [each for each in found if each.kind == "ahead"]
-    assert [each.text for each in ahead] == [
+    ahead = [statement for statement in found if statement.kind == "ahead"]
+    assert [statement.text for statement in ahead] == [
         "mooncake loses less goodput by kill prefill than nixl: 10.0 to 13.0 against 110 to 113 requests"
     ]
     assert len(ahead[0].places) == 8
-    (untold,) = (each for each in found if each.kind == "untold")
+    (untold,) = (statement for statement in found if statement.kind == "untold")
     assert "kill prefill" not in untold.text
     assert "kill decode" in untold.text
     assert untold.advice == ""
@@ -63,7 +63,7 @@ def test_few_repeats_tell_nothing_however_far_apart(tmp_path: Path) -> None:
     found = statements(
         load_run(repeated(tmp_path / "run", 3, lambda name, _, repeat: 1e3 * (name == "nixl") + repeat))
     )
-    (untold,) = (each for each in found if each.kind in ("ahead", "untold"))
+    (untold,) = (statement for statement in found if statement.kind in ("ahead", "untold"))
     assert untold.text.endswith("with 3 repeats of each fault")
     assert "--repeats 4" in untold.advice
 

@@ -31,15 +31,15 @@ RUNS = sorted(path.parent for path in REFERENCE.glob("*/manifest.json"))
 def test_every_kind_of_run_says_who_is_ahead_or_that_it_cannot_be_told(path: Path) -> None:
     run = load_run(path)
     found = statements(run)
-    assert {each.kind for each in found} & {"ahead", "untold"}
-    assert {each.kind for each in found} <= KIND_WORDS.keys()
+    assert {statement.kind for statement in found} & {"ahead", "untold"}
+    assert {statement.kind for statement in found} <= KIND_WORDS.keys()
     headings = by_kind(found)
     assert sum(map(len, headings.values())) == len(found)
     text = report_markdown(build(run, writers=("markdown",)))
     places = [text.index("## Findings"), *(text.index(f"### {words} (") for words in headings)]
     assert places == sorted(places)
     # Who is ahead, and what cannot be told, is a table where there are several, not a sentence each.
-    for note in as_notes([each for each in found if each.kind not in ("ahead", "untold")]):
+    for note in as_notes([statement for statement in found if statement.kind not in ("ahead", "untold")]):
         assert " ".join(note.text.split()).replace("|", "\\|")[:80] in text.replace("\\\\|", "\\|")
 
 
@@ -50,16 +50,16 @@ def test_what_is_said_of_searched_rates_is_in_the_table(path: Path) -> None:
     rows = summary_table(run)
     known = {(row.cell.connector, row.cell.input_len): row for row in rows}
     checked = 0
-    for each in statements(run):
-        if each.rule not in ("rate_ahead", "unequal_size"):
+    for statement in statements(run):
+        if statement.rule not in ("rate_ahead", "unequal_size"):
             continue
-        length = int(each.text.split(" in,")[0].replace(",", ""))
+        length = int(statement.text.split(" in,")[0].replace(",", ""))
         for one, ratio, other, low, high in re.findall(
-            r"(\w+) ([\d.]+)× (\w+) \[>?([\d.]+), ([\d.]+)\]", each.text
+            r"(\w+) ([\d.]+)× (\w+) \[>?([\d.]+), ([\d.]+)\]", statement.text
         ):
             ahead, behind = known[one, length], known[other, length]
             fair = ahead.size == behind.size
-            assert fair == (each.kind == "ahead")
+            assert fair == (statement.kind == "ahead")
             counts = (1, 1) if fair else (ahead.size.engines or 0, behind.size.engines or 0)
             rates = [
                 (row.answer.max_request_rate or 0.0) / count
@@ -81,21 +81,21 @@ def test_a_folder_from_before_says_how_many_engines_it_had() -> None:
     }  # fmt: skip
     assert {row.size.gpus for row in rows} == {None}
     found = statements(load_run(VLLM_CPU))
-    ahead = " ".join(each.text for each in found if each.kind == "ahead")
+    ahead = " ".join(statement.text for statement in found if statement.kind == "ahead")
     assert "aggregated" not in ahead
-    unequal = [each for each in found if each.rule == "unequal_size"]
-    assert [each.kind for each in unequal] == ["untold"] * 3
-    for each in unequal:
-        assert "not directly comparable: 2 engines (" in each.text
-        assert " against 1 engine (aggregated); per engine: " in each.text
-        assert "deployment.aggregated" in each.advice
+    unequal = [statement for statement in found if statement.rule == "unequal_size"]
+    assert [statement.kind for statement in unequal] == ["untold"] * 3
+    for statement in unequal:
+        assert "not directly comparable: 2 engines (" in statement.text
+        assert " against 1 engine (aggregated); per engine: " in statement.text
+        assert "deployment.aggregated" in statement.advice
 
 
 def test_a_run_of_one_connector_says_that_nobody_is_compared() -> None:
     found = statements(load_run(REFERENCE / "burst-or-sustained"))
-    (alone,) = (each for each in found if each.rule == "alone")
+    (alone,) = (statement for statement in found if statement.rule == "alone")
     assert alone.text == "no comparison: aggregated is the only connector in this run"
-    (burst,) = (each for each in found if each.rule == "burst_and_sustained")
+    (burst,) = (statement for statement in found if statement.rule == "burst_and_sustained")
     assert "29.5 req/s, 2.50 times the sustained 11.8" in burst.text
 
 
@@ -110,7 +110,7 @@ def test_what_makes_a_number_void_stands_before_who_is_ahead() -> None:
 
 
 def test_refused_trials_and_warnings_are_suspicious_with_their_advice() -> None:
-    found = [each for each in statements(load_run(VLLM_CPU)) if each.kind == "suspicious"]
+    found = [statement for statement in statements(load_run(VLLM_CPU)) if statement.kind == "suspicious"]
     those, late = found
     assert those.text.startswith(
         "2 of 60 trials are invalid and count neither as met nor as missed (client_limited 2)"
@@ -132,7 +132,7 @@ def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
 
 def test_wrong_data_in_a_transfer_is_told_first() -> None:
     records = load_run(REFERENCE / "microbench").transfer_records()
-    assert not any(each.kind == "suspicious" for each in transfer_statements(records))
+    assert not any(statement.kind == "suspicious" for statement in transfer_statements(records))
     last: TransferRecord = records[-1]
     last.verified = False
     headings = by_kind(transfer_statements(records))
@@ -142,7 +142,7 @@ def test_wrong_data_in_a_transfer_is_told_first() -> None:
 
 def test_the_api_has_the_same_findings() -> None:
     table = kvbench.load(QUICKSTART).findings
-    said = {each.text for each in statements(load_run(QUICKSTART))}
+    said = {statement.text for statement in statements(load_run(QUICKSTART))}
     assert said <= set(table.message)
     assert {"ahead", "untold"} <= set(table.kind)
 
@@ -171,7 +171,9 @@ def test_trials_that_others_spoilt_are_suspicious_with_what_was_seen(tmp_path: P
         trial.findings.append(
             Finding("machine_disturbed", "invalid", message, "stop it", {"other_cpu_share": share})
         )
-    (found,) = (each for each in statements(run) if each.rule in ("refused", "machine_disturbed"))
+    (found,) = (
+        statement for statement in statements(run) if statement.rule in ("refused", "machine_disturbed")
+    )
     assert (found.kind, found.level, found.advice) == ("suspicious", "warning", "stop it")
     assert told in found.text
     assert set(found.places) == {trial.trial_id for trial in run.trials[:2]}

@@ -283,7 +283,7 @@ def lab(colour: str) -> tuple[float, float, float]:
         0.2126 * r + 0.7152 * g + 0.0722 * b,
         (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.0888,
     )
-    fx, fy, fz = (each ** (1 / 3) if each > 0.008856 else 7.787 * each + 16 / 116 for each in (x, y, z))
+    fx, fy, fz = (ratio ** (1 / 3) if ratio > 0.008856 else 7.787 * ratio + 16 / 116 for ratio in (x, y, z))
     return 116 * fy - 16, 500 * (fx - fy), 200 * (fy - fz)
 
 
@@ -393,7 +393,7 @@ def test_a_click_sorts_a_table_and_a_second_one_turns_it_round(measured: Path, t
     for clicks, down in ((1, False), (2, True)):
         click = "document.querySelector('th[data-key=ttft_ms_p99] button').click();" * clicks
         found = Page.of(after(measured / "report.html", tmp_path, click))
-        table = next(each for each in found.tables if "ttft_ms_p99" in each.keys)
+        table = next(candidate for candidate in found.tables if "ttft_ms_p99" in candidate.keys)
         values = [row[table.keys.index("ttft_ms_p99")][1] for row in table.rows]
         known = [float(value) for value in values if value]
         assert len(known) > 3

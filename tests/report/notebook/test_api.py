@@ -41,11 +41,11 @@ def copied(tmp_path: Path) -> Path:
 
 # --- tables ----------------------------------------------------------------------------------------
 def test_every_column_of_every_table_is_explained(run: kvbench.Run, microbench: kvbench.Run) -> None:
-    for each in (run, microbench):
+    for source in (run, microbench):
         for table in TABLES:
-            words = "transfers" if table == "summary" and each is microbench else table
-            unknown = set(getattr(each, table).columns) - set(MEANINGS[words])
-            assert not unknown, (each.kind, table, unknown)
+            words = "transfers" if table == "summary" and source is microbench else table
+            unknown = set(getattr(source, table).columns) - set(MEANINGS[words])
+            assert not unknown, (source.kind, table, unknown)
     assert list(kvbench.columns("requests").columns) == ["column", "meaning"]
     assert set(kvbench.columns().table) == set(MEANINGS)
     with pytest.raises(InputError, match="no table is called 'request'"):

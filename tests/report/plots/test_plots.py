@@ -226,9 +226,9 @@ def test_a_burst_is_drawn_beside_the_rate_that_holds_and_only_then(one: RunFolde
     (cell,) = measured.other_cells
     assert cell.answer is not None
     (trial,) = (
-        each
-        for each in measured.other_trials
-        if each.verdict == "met" and each.request_rate == cell.answer["max_request_rate"]
+        candidate
+        for candidate in measured.other_trials
+        if candidate.verdict == "met" and candidate.request_rate == cell.answer["max_request_rate"]
     )
     on_their_way = max(burst.lines[0].get_ydata())
     assert on_their_way == trial.summary["peak_in_flight"] > 32
@@ -391,7 +391,7 @@ def test_loads_of_one_rate_each_stand_side_by_side(theme: Theme) -> None:
     assert labels[-2:] == ["32,768 in\n35.0 req/s", "32,768 in\n45.0 req/s"]
     values = {float(line.get_ydata()[0]) for line in ttft.lines if len(line.get_xdata()) == 1}
     trials = [trial.summary["ttft_ms"] for trial in notes.all_trials]
-    assert values == {each[key] for each in trials for key in ("p99", "mean", "p50")}
+    assert values == {trial[key] for trial in trials for key in ("p99", "mean", "p50")}
     assert any("IMPORTED" in text.get_text() for text in figure.texts)
 
 

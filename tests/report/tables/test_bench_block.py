@@ -75,8 +75,8 @@ def test_goodput_is_never_above_the_rate_that_arrived(tmp_path: Path) -> None:
         RequestRecord(f"r{n}", n / 10, 512, 2, n / 10, n / 10 + 0.01, n / 10 + 0.02, status=200)
         for n in range(1, 10)
     ]
-    for each in requests:
-        each.itl_s, each.output_len = [0.01], 2
+    for request in requests:
+        request.itl_s, request.output_len = [0.01], 2
     made = make_trial(PAIR, 8.0, 1, requests)
     assert made.summary["met"] == 9
     assert made.summary["window"]["end_s"] == pytest.approx(0.9)

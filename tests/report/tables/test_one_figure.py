@@ -84,7 +84,7 @@ def keys_of(title: str) -> list[str] | None:
     if not asked:
         return None
     serve = {"p50": "median"}
-    return [f"{serve.get(each, each)}_{name}_ms" if whole_run else f"{name}_ms_{each}" for each in asked]
+    return [f"{serve.get(stat, stat)}_{name}_ms" if whole_run else f"{name}_ms_{stat}" for stat in asked]
 
 
 def figures_of(run: RunFolder) -> dict[str, dict[str, Any]]:
@@ -92,11 +92,11 @@ def figures_of(run: RunFolder) -> dict[str, dict[str, Any]]:
         trial.trial_id: {"request_rate": trial.request_rate, **serve_values(trial), **trial_values(trial)}
         for trial in run.all_trials
     }
-    for each in found.values():
-        of_parts = each["ttft_ms_mean_of_all"]
-        if each["mean_ttft_ms"] is None:  # an older folder
-            each["mean_ttft_ms"] = of_parts
-        assert of_parts is None or of_parts == pytest.approx(each["mean_ttft_ms"])
+    for values in found.values():
+        of_parts = values["ttft_ms_mean_of_all"]
+        if values["mean_ttft_ms"] is None:  # an older folder
+            values["mean_ttft_ms"] = of_parts
+        assert of_parts is None or of_parts == pytest.approx(values["mean_ttft_ms"])
     return found
 
 
@@ -127,7 +127,7 @@ def test_every_figure_in_every_table_is_the_trials_own(name: str) -> None:
                 shown = cells[place].partition(" [")[0].split(" / ")
                 if not trial or {*shown} == {MISSING}:
                     continue
-                assert [same_number(each) for each in shown] == [
+                assert [same_number(text) for text in shown] == [
                     same_number(text_of(key, figures[trial][key])) for key in keys
                 ], (where, title, trial)
                 looked += 1
@@ -193,8 +193,8 @@ def test_what_marks_of_pictures_say_is_in_the_tables(name: str) -> None:
     run, looked = RUNS[name], 0
     rows = summary_table(run) if run.manifest.get("kind") != "microbench" else []
     trials = [(trial.cell.connector, said_figures(run, trial)) for trial in run.all_trials]
-    for picture, each in PICTURES.items():
-        figure = None if picture in NOT_OF_TRIALS else each.draw(run)
+    for picture, drawing in PICTURES.items():
+        figure = None if picture in NOT_OF_TRIALS else drawing.draw(run)
         for text in () if figure is None else hover_texts(figure):
             match = next((found for pattern in HOVER if (found := pattern.fullmatch(text))), None)
             assert match is not None, f"{picture}: {text!r} is no known statement"
@@ -270,7 +270,7 @@ def test_a_name_has_one_value_in_all_files_of_a_run(name: str) -> None:
     for table in (table for _, table in all_tables(run)):
         rows += [row for row in table.rows if "max_request_rate" not in row]
     known = {*figures_of(run)}
-    names = {key for each in figures_of(run).values() for key in each}
+    names = {key for figure in figures_of(run).values() for key in figure}
     for row in rows:
         if row.get("trial_id") in known:
             for key in names & row.keys():

@@ -41,7 +41,7 @@ def test_a_length_far_from_the_fitted_ones_is_extrapolated_to(folder: Path) -> N
     assert {row.flat()["prediction"] for row in rows} == {"extrapolated", ""}
     said = [note.text for note in notes(run, rows)]
     assert any(
-        "extrapolated: timing profile mine to prompts of 256 tokens (fitted: 1,024)" in each for each in said
+        "extrapolated: timing profile mine to prompts of 256 tokens (fitted: 1,024)" in text for text in said
     )
 
 

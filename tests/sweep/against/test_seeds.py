@@ -42,7 +42,7 @@ def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[i
     for row in rows_of(load_run(NOTES), scenario):
         if row.cell.input_len in lengths:
             mine, _, _ = compared(row, system, scenario)
-            found |= {(row.cell.input_len, each.figure): each for each in mine}
+            found |= {(row.cell.input_len, deviation.figure): deviation for deviation in mine}
     return found
 
 
@@ -73,7 +73,7 @@ def test_the_pages_unsaturated_rows_follow_from_the_hand_off_of_that_time(ranks:
     assert len(kept_up) == rows
     for row in kept_up:
         found, _, _ = compared(row, systems[label_of(row, scenario)], scenario)
-        ratios = {each.figure: each.ratio for each in found}
+        ratios = {deviation.figure: deviation.ratio for deviation in found}
         assert ratios["mean_ttft_ms"] == pytest.approx(1, abs=0.15), place_of(row)
         assert ratios["duration_s"] == pytest.approx(1, abs=0.02), place_of(row)
 
@@ -83,7 +83,7 @@ def test_kv_that_moves_beside_the_steps_does_not_explain_the_page() -> None:
     systems = dict(systems_of(scenario))
     (row, *_) = (row for row in rows_of(load_run(PAGE), scenario) if row.request_rate == 6)
     found, _, _ = compared(row, systems[label_of(row, scenario)], scenario)
-    ratios = {each.figure: each.ratio for each in found}
+    ratios = {deviation.figure: deviation.ratio for deviation in found}
     assert ratios["mean_ttft_ms"] < 0.7
     assert ratios["mean_tpot_ms"] < 0.3
 
@@ -166,7 +166,7 @@ def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path:
     (row,) = rows_of(load_run(measured), scenario)
     records = run.request_records(trial.trial_id)
     sent = [record.scheduled_s for record in records]
-    assert sent == pytest.approx([scale * each for each in arrivals(row, scenario.seed)], abs=1e-6)
+    assert sent == pytest.approx([scale * arrival for arrival in arrivals(row, scenario.seed)], abs=1e-6)
     assert {record.requested_output_len for record in records} == {row.cell.output_len}
     assert f"EMULATED · quickstart against {measured.name}: emulated / reported" in printed[-1]
     with open(run.path / "tables/against.csv", newline="") as file:
@@ -197,8 +197,8 @@ def test_a_slower_system_is_brought_back(scale: float, figures: dict[str, float]
         for name, value in figures.items()
     }
     found = deviations_of(row, [slow], scale)
-    assert [each.figure for each in found] == [name for name in FIGURES if name in figures]
-    assert all(each.ratio == pytest.approx(1) and not each.outside for each in found)
+    assert [deviation.figure for deviation in found] == [name for name in FIGURES if name in figures]
+    assert all(deviation.ratio == pytest.approx(1) and not deviation.outside for deviation in found)
     assert not deviations_of(row, [], scale)
 
 

@@ -89,7 +89,7 @@ def test_what_is_not_predicted_makes_it_unfit(tmp_path: Path) -> None:
     done = invoke("calibrate", "--from", str(source), "-o", str(path)).failed(1)
     profile = read_profile(path)
     assert profile.status == "unfit"
-    assert any(each.startswith("tpot_mean of the held-out requests") for each in profile.cannot_explain)
+    assert any(text.startswith("tpot_mean of the held-out requests") for text in profile.cannot_explain)
     assert "UNFIT" in done.text
 
 
@@ -175,7 +175,7 @@ def test_an_emulated_engine_s_step_times_are_found(tmp_path: Path) -> None:
         words = ("--connector", "aggregated", "--rate", f"{12 / scale}", "--num-requests", "36")
         kvbench("bench", "quickstart", *words, "-o", str(tmp_path / f"{runs}"), sets=sets)
         trials = the_run(tmp_path / f"{runs}").trials
-        return next((each for each in trials if each.verdict == "invalid"), trials[0])
+        return next((trial for trial in trials if trial.verdict == "invalid"), trials[0])
 
     _, scale = not_spoilt(measured, (5, 12))
     profile = calibrate(CalibrateOptions([the_run(tmp_path / f"{runs}").path], Path("emulated.yaml")))

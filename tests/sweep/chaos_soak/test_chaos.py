@@ -41,7 +41,7 @@ def patient(*words: str, sets: tuple[str, ...] = ()) -> Finished:
 
 
 def found(run: RunFolder) -> dict[str, dict[str, Any]]:
-    return {each.summary["chaos"]["name"]: each.summary["chaos"] for each in run.all_trials}
+    return {trial.summary["chaos"]["name"]: trial.summary["chaos"] for trial in run.all_trials}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +55,9 @@ def test_what_each_fault_cost(done: tuple[Finished, RunFolder]) -> None:
     finished, run = done
     assert finished.status == 0, finished.text
     assert run.manifest["status"] == "complete"
-    each = found(run)
-    assert set(each) == {"restart prefill", "kill decode", "freeze decode"}
-    restarted, killed, frozen = (each[name] for name in ("restart prefill", "kill decode", "freeze decode"))
+    faults = found(run)
+    assert set(faults) == {"restart prefill", "kill decode", "freeze decode"}
+    restarted, killed, frozen = (faults[name] for name in ("restart prefill", "kill decode", "freeze decode"))
     assert restarted["cost"]["back_s"] >= 1.0
     assert restarted["again"]["taken_up"]
     assert restarted["again"]["ready_s"] > restarted["undone_s"] > restarted["struck_s"]
@@ -68,12 +68,12 @@ def test_what_each_fault_cost(done: tuple[Finished, RunFolder]) -> None:
     assert frozen["cost"]["fates"]["lost"] == frozen["cost"]["fates"]["hung"] == 0
     assert frozen["cost"]["back_s"] is not None
     assert restarted["answers"]["checked"] > 5
-    assert all(told["answers"]["wrong"] == 0 for told in each.values())
+    assert all(told["answers"]["wrong"] == 0 for told in faults.values())
 
 
 def test_who_noticed(done: tuple[Finished, RunFolder]) -> None:
-    each = found(done[1])
-    said = {name: {notice["who"]: notice for notice in told["noticed"]} for name, told in each.items()}
+    faults = found(done[1])
+    said = {name: {notice["who"]: notice for notice in told["noticed"]} for name, told in faults.items()}
     assert "prefill-0 was killed by signal 9" in said["restart prefill"]["kvbench"]["words"]
     assert said["restart prefill"]["kvbench"]["after_s"] < 5
     assert "client" in said["kill decode"]
@@ -152,7 +152,7 @@ def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_o
     whole = load_run(run.path)
     assert (whole.manifest["status"], whole.manifest["asked"]["faults"]) == ("complete", plan)
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
-    assert [each.summary["chaos"]["fault"]["number"] for each in whole.all_trials] == [1, 2, 3]
+    assert [trial.summary["chaos"]["fault"]["number"] for trial in whole.all_trials] == [1, 2, 3]
     assert invoke("verify", str(run.path)).status == 0
 
 

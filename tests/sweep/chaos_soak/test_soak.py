@@ -24,17 +24,17 @@ WORDS = ("soak", "quickstart", "--rate", "15", "--hours", "0.0055", "--window", 
 def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     done = kvbench(*WORDS, "--output", str(tmp_path), sets=EASY)
     run = the_run(tmp_path)
-    assert (len(run.all_trials), {each.method for each in run.all_trials}) == (10, {"soak"})
-    told = [each.engine["soak"] for each in run.all_trials]
-    answers = [each.engine["canaries"] for each in run.all_trials]
-    assert all(each["checked"] >= 10 for each in answers)
-    assert all(each["wrong"] == 0 for each in answers)
-    assert all(each["holdings"]["decode-0"]["rss_bytes"] > 1e7 for each in told)
-    assert all(each["holdings"]["prefill-0"]["blocks"] == 0 for each in told)
-    named = {(each.of, each.name) for each in soak_series(run)}
+    assert (len(run.all_trials), {trial.method for trial in run.all_trials}) == (10, {"soak"})
+    told = [trial.engine["soak"] for trial in run.all_trials]
+    answers = [trial.engine["canaries"] for trial in run.all_trials]
+    assert all(answer["checked"] >= 10 for answer in answers)
+    assert all(answer["wrong"] == 0 for answer in answers)
+    assert all(window["holdings"]["decode-0"]["rss_bytes"] > 1e7 for window in told)
+    assert all(window["holdings"]["prefill-0"]["blocks"] == 0 for window in told)
+    named = {(series.of, series.name) for series in soak_series(run)}
     assert {("", "TTFT P50 (ms)"), ("prefill-0", "memory (MB)"), ("router", "descriptors")} < named
     assert (run.path / "figures" / "soak.svg").stat().st_size > 5000
-    assert f"0 of {sum(each['checked'] for each in answers)} answers wrong: at most" in " ".join(
+    assert f"0 of {sum(answer['checked'] for answer in answers)} answers wrong: at most" in " ".join(
         done.out.split()
     )
     assert "Drift" in (run.path / "report.md").read_text()
@@ -64,7 +64,7 @@ def test_an_interrupt_keeps_the_windows_and_it_goes_on_in_a_new_session(tmp_path
     assert whole.manifest["status"] == "complete", again.text
     assert (run.path / "trials.jsonl").read_bytes().startswith(before)
     assert len(whole.all_trials) == 10
-    assert [each.engine["soak"]["session"] for each in whole.all_trials] == [0] * kept + [1] * (10 - kept)
+    assert [trial.engine["soak"]["session"] for trial in whole.all_trials] == [0] * kept + [1] * (10 - kept)
     assert "of 2 sessions" in again.out
 
 
@@ -74,13 +74,15 @@ def test_a_process_that_dies_ends_it_with_what_was_measured(tmp_path: Path) -> N
             running.wait_for("req/s")
         run = the_run(tmp_path)
         (decode,) = [
-            each for each in tagged_processes(run) if "".join(words_of(each)[-1:]).endswith("/decode-0.json")
+            process
+            for process in tagged_processes(run)
+            if "".join(words_of(process)[-1:]).endswith("/decode-0.json")
         ]
         decode.kill()
         done = running.finish()
     assert done.status == 1, done.text
     run = the_run(tmp_path)
-    (problem,) = [each for each in soak_problems(run) if "ended after" in each]
+    (problem,) = [text for text in soak_problems(run) if "ended after" in text]
     assert "decode-0 was killed by signal 9" in problem
     assert problem in " ".join(done.text.split())
     assert len(run.all_trials) >= 2

@@ -34,7 +34,7 @@ def row(number: int, at: float, writes: list[float], late_s: float = 0.0) -> dic
     arrival = STARTED + at
     return {
         "request_id": f"r-{number}", "arrival_s": arrival, "first_due_s": arrival + writes[0] - late_s,
-        "gap_s": 0.01, "token_write_s": [arrival + each for each in writes], "ended_s": arrival + writes[-1],
+        "gap_s": 0.01, "token_write_s": [arrival + s for s in writes], "ended_s": arrival + writes[-1],
     }  # fmt: skip
 
 

@@ -42,7 +42,7 @@ def searched(tmp_path: Path, cli: CliOptions) -> RunFolder:
 # -- the rate that it finds ---------------------------------------------------------------------------
 @pytest.mark.parametrize("aborts", ["", "abort"])
 @pytest.mark.parametrize(
-    "service_s", [0.02, *(pytest.param(each, marks=pytest.mark.heavy) for each in (0.005, 0.1))]
+    "service_s", [0.02, *(pytest.param(seconds, marks=pytest.mark.heavy) for seconds in (0.005, 0.1))]
 )
 def test_the_rate_of_a_queue_is_found(tmp_path: Path, service_s: float, aborts: str) -> None:
     """Over three seeds: the median within 10 % of the formula's, and none far off."""
@@ -58,7 +58,9 @@ def test_the_rate_of_a_queue_is_found(tmp_path: Path, service_s: float, aborts: 
         found.append(answer["max_request_rate"])
         assert answer["lower"] <= found[-1] <= answer["upper"]
         assert run.labels == ["simulated"]
-        assert not [each for trial in run.trials for each in trial.findings if each.gate == "backlog"]
+        assert not [
+            finding for trial in run.trials for finding in trial.findings if finding.gate == "backlog"
+        ]
     assert found == pytest.approx([truth] * 3, rel=0.2)
     assert sorted(found)[1] == pytest.approx(truth, rel=0.1)
 
@@ -108,7 +110,7 @@ def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
     system = command(tmp_path, ECHO, 0.05, log)
     run = searched(tmp_path, asked(system, "search.max_rate=40", "search.start_rate=20"))
     told = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [each["type"] for each in told] == ["trial", "end"] * (len(told) // 2)
+    assert [message["type"] for message in told] == ["trial", "end"] * (len(told) // 2)
     clock_s = 0.0
     for trial, end in zip(told[::2], told[1::2], strict=True):
         assert trial["starts_at_s"] == pytest.approx(clock_s)
@@ -133,11 +135,11 @@ def test_a_stopped_trial_ends_after_the_grace(tmp_path: Path) -> None:
     cli = asked(command(tmp_path, code, 0.05, log), "search.max_trials=1", "search.start_rate=20")
     run = searched(tmp_path, cli)
     told = [json.loads(line) for line in log.read_text().splitlines()]
-    sizes = [len(each["arrivals_s"]) for each in told[::2]]
+    sizes = [len(trial["arrivals_s"]) for trial in told[::2]]
     load, end = told[2 * sizes.index(max(sizes))], told[2 * sizes.index(max(sizes)) + 1]
-    sent = [each for each in load["arrivals_s"] if each <= end["cut_at_s"]]
+    sent = [arrival for arrival in load["arrivals_s"] if arrival <= end["cut_at_s"]]
     assert end["ended_at_s"] == pytest.approx(end["cut_at_s"] + 20.0)
-    assert end["cancelled"] == [place for place, each in enumerate(sent) if each >= 1]
+    assert end["cancelled"] == [place for place, arrival in enumerate(sent) if arrival >= 1]
     records = run.request_records(run.all_trials[0].trial_id)
     assert len(records) == len(sent)
     assert {record.error for record in records if record.scheduled_s >= 1} == {"cancelled"}
@@ -166,7 +168,7 @@ def test_no_trial_begins_on_a_backlog(tmp_path: Path, blocked_s: float, void: bo
     run = searched(tmp_path, cli)
     first, second = run.all_trials
     assert first.verdict != "invalid"
-    assert ([each.gate for each in second.findings] == ["backlog"]) is void
+    assert ([finding.gate for finding in second.findings] == ["backlog"]) is void
     assert (second.verdict == "invalid") is void
     assert second.engine["starts_at_s"] > first.engine["starts_at_s"] + first.duration_s + 15
 
@@ -296,11 +298,11 @@ for line in sys.stdin:
     cli = replace(cli, overrides=("workload.request_timeout_s=5", "search.trial_s=10"))
     run = searched(tmp_path, cli)
     records = run.request_records(run.all_trials[0].trial_id)
-    assert [each.error for each in records[:5]] == ["no_answer", "timeout", "http_error", "timeout", ""]
-    assert [len(each.itl_s) for each in records[:5]] == [0, 0, 0, 1, 2]
+    assert [record.error for record in records[:5]] == ["no_answer", "timeout", "http_error", "timeout", ""]
+    assert [len(record.itl_s) for record in records[:5]] == [0, 0, 0, 1, 2]
     assert records[4].itl_s == pytest.approx([0.0, 0.2])
     assert (records[4].output_len, records[4].status, records[2].status) == (3, 200, 0)
-    assert {each.error for each in records[4:]} == {""}
+    assert {record.error for record in records[4:]} == {""}
 
 
 def test_ctrl_c_leaves_nothing_running_and_a_folder_that_can_be_read(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
             record = trials.run(TrialPlan(CELL, 1, 2.0, "fixed"))
             assert len(server.log("?tokens=0")["requests"]) == before
             path = store.path
-    assert (record.verdict, [each.gate for each in record.findings]) == ("invalid", [BACKLOG])
+    assert (record.verdict, [finding.gate for finding in record.findings]) == ("invalid", [BACKLOG])
     assert "did not become idle" in record.reason
     assert [trial.verdict for trial in load_run(path).trials] == ["invalid"]
 

@@ -224,7 +224,7 @@ class TestProof:
     def test_the_last_token_or_partial_block_may_be_decodes_own(self, input_len: int, local: int) -> None:
         p = Server(N, input_len, "prefill", transfers=NONE_MOVED)
         d = Server(N, input_len, local=N * local, transfers={"nixl": (N, 0.3, N * MIB, 0.0)})
-        assert judged(pair(p, d), records(N, input_len), kv_bytes_slack=MIB / 8) == ("met", {})
+        assert judged(pair(p, d), records(N, input_len), kv_bytes_tolerance=MIB / 8) == ("met", {})
 
     def test_no_block_size_excuses_a_whole_prompt(self) -> None:
         p = Server(N, 64, "prefill", transfers=NONE_MOVED)
@@ -261,7 +261,7 @@ class TestProof:
 
     def test_a_partial_block_may_stay_behind(self) -> None:
         moved = {"nixl": (N, 0.3, N * MIB * 7 / 8, 0.0)}
-        assert judged(honest(transfers=moved), kv_bytes_slack=MIB / 8) == ("met", {})
+        assert judged(honest(transfers=moved), kv_bytes_tolerance=MIB / 8) == ("met", {})
         assert judged(honest(transfers=moved))[1] == {"kv_bytes_wrong": "warning"}
 
     def test_the_block_size_is_read_from_the_page(self) -> None:

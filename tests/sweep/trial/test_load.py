@@ -72,13 +72,13 @@ def record(index: int, scheduled_s: float | None = None) -> RequestRecord:
 def test_shares_join_to_the_plan_in_its_order(workers: int, planned: int) -> None:
     shares = [[record(index) for index in range(worker, planned, workers)] for worker in range(workers)]
     joined = merge_records(shares, planned)
-    assert [each.scheduled_s for each in joined] == list(map(float, range(planned)))
+    assert [request.scheduled_s for request in joined] == list(map(float, range(planned)))
 
 
 @given(st.integers(1, 4), st.integers(2, 40), st.data())
 def test_a_missing_or_double_request_is_an_error(workers: int, planned: int, data: st.DataObject) -> None:
     shares = [[record(index) for index in range(worker, planned, workers)] for worker in range(workers)]
-    share = data.draw(st.sampled_from([each for each in shares if each]))
+    share = data.draw(st.sampled_from([part for part in shares if part]))
     place = data.draw(st.integers(0, len(share) - 1))
     if data.draw(st.booleans()):
         share.insert(place, share[place])
@@ -180,15 +180,15 @@ def drive(
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_workers_start_together_and_join(launcher: LocalLauncher, workers: int) -> None:
     result = drive(launcher, [{}] * workers)
-    assert [each.scheduled_s for each in result.records] == [index / 10 for index in range(6)]
+    assert [record.scheduled_s for record in result.records] == [index / 10 for index in range(6)]
     assert (result.reason, result.duration_s, result.client["workers"]) == ("complete", workers, workers)
 
 
 def test_a_long_preparation_says_how_far_it_is(launcher: LocalLauncher) -> None:
     seen: list[Progress] = []
-    drive(launcher, [{"preparing": [1, 2]}, {"preparing": [3]}], lambda each: bool(seen.append(each)))
-    assert max(each.prepared or 0 for each in seen) == 5
-    assert all(each.sent == 0 for each in seen)
+    drive(launcher, [{"preparing": [1, 2]}, {"preparing": [3]}], lambda report: bool(seen.append(report)))
+    assert max(report.prepared or 0 for report in seen) == 5
+    assert all(report.sent == 0 for report in seen)
 
 
 def test_progress_is_the_sum_and_settled_requests_are_told_once(launcher: LocalLauncher) -> None:
@@ -204,7 +204,7 @@ def test_progress_is_the_sum_and_settled_requests_are_told_once(launcher: LocalL
     drive(launcher, [{"progress": [first, more]}, {"progress": [late]}], look)
     last = seen[-1]
     assert (last.t_s, last.sent, last.met, last.missed, last.lag_ms) == (0.7, 5, 2, 1, 7.0)
-    settled = sorted((each for progress in seen for each in progress.settled), key=lambda each: each.index)
+    settled = sorted((fate for progress in seen for fate in progress.settled), key=lambda fate: fate.index)
     assert settled == [
         Settled(0, 0.1, None, 0.2, ""),
         Settled(1, None, None, None, "timeout"),
@@ -305,12 +305,12 @@ def test_two_workers_send_the_same_plan_as_one(
     for workers in (1, 2):
         with taped(engine.url) as (url, tape):
             result = offer(launcher, real_spec(url, tmp_path), workers)
-        prompts = {int(each.request_id.rpartition("-")[2]): each.body["prompt"] for each in tape}
+        prompts = {int(request.request_id.rpartition("-")[2]): request.body["prompt"] for request in tape}
         plan = [(index_of(record), record.scheduled_s, record.error) for record in result.records]
         seen.append((prompts, plan))
         assert (len(tape), result.reason, result.client["workers"]) == (40, "complete", workers)
     assert (seen[0], len(result.client["per_worker"])) == (seen[1], 2)
-    starts = {each["started_monotonic_s"] for each in result.client["per_worker"]}
+    starts = {worker["started_monotonic_s"] for worker in result.client["per_worker"]}
     assert len(starts) == 1
 
 
@@ -325,13 +325,13 @@ def test_every_request_is_settled_once_whoever_sent_it(
 
     generator = LoadGenerator(launcher, real_spec(engine.url, tmp_path), workers=2)
     result = generator.run(look, lambda: None, 40.0)
-    by_index = {each.index: each for each in settled}
-    assert sorted(by_index) == list(range(40)) == sorted(each.index for each in settled)
-    for each in result.records:
-        told = by_index[index_of(each)]
-        assert told.ttft_s == pytest.approx(each.ttft_s, abs=1e-6)
-        assert told.e2el_s == pytest.approx(each.e2el_s, abs=1e-6)
-        assert told.error == each.error == ""
+    by_index = {fate.index: fate for fate in settled}
+    assert sorted(by_index) == list(range(40)) == sorted(fate.index for fate in settled)
+    for record in result.records:
+        told = by_index[index_of(record)]
+        assert told.ttft_s == pytest.approx(record.ttft_s, abs=1e-6)
+        assert told.e2el_s == pytest.approx(record.e2el_s, abs=1e-6)
+        assert told.error == record.error == ""
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -368,7 +368,7 @@ def test_one_worker_sends_the_whole_plan(
     launcher: LocalLauncher, engine: emulated.EngineProcess, tmp_path: Path
 ) -> None:
     result = offer(launcher, real_spec(engine.url, tmp_path), 1)
-    assert ([each.error for each in result.records], result.client["workers"]) == ([""] * 40, 1)
+    assert ([record.error for record in result.records], result.client["workers"]) == ([""] * 40, 1)
     assert not list(tmp_path.glob(".records*"))
 
 
@@ -379,7 +379,7 @@ def test_a_spare_that_waits_takes_the_next_load_under_its_name(
     spare.prepare()
     waiting = below("kvbench.processes.loadgen")
     for name in ("first", "second"):
-        mine = [each.pid for each in below("kvbench.processes.loadgen")]
+        mine = [process.pid for process in below("kvbench.processes.loadgen")]
         generator = LoadGenerator(launcher, real_spec(engine.url, tmp_path), name, spare=spare)
         used: list[int] = []
 

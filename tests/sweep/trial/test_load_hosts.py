@@ -30,7 +30,7 @@ def test_workers_on_several_hosts_share_one_plan_and_their_records_join(tmp_path
     for record, offset in zip(load.records, planned, strict=True):
         assert abs(record.scheduled_s - began - offset) < 1e-6
     workers = load.client["per_worker"]
-    assert [each["host"] for each in workers] == ["host0", "host1", "host0"]
-    assert all(abs(each["clock_ahead_s"]) < 0.5 for each in workers)  # one machine: one clock, measured
-    starts = [each["started_monotonic_s"] for each in workers]
+    assert [worker["host"] for worker in workers] == ["host0", "host1", "host0"]
+    assert all(abs(worker["clock_ahead_s"]) < 0.5 for worker in workers)  # one machine: one clock, measured
+    starts = [worker["started_monotonic_s"] for worker in workers]
     assert max(starts) - min(starts) < 1e-3

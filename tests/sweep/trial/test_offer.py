@@ -12,7 +12,7 @@ from kvbench.core.load.workers import Progress, Settled
 from kvbench.core.metrics.metrics import Window, summarise
 from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import Scenario
-from kvbench.core.search.ceiling import Flood
+from kvbench.core.search.ceiling import SaturationProbe
 from kvbench.core.search.data import TrialFigures
 from kvbench.core.search.judging import TrialWatch, ceiling_figures
 from kvbench.core.search.live_config import Decision
@@ -48,13 +48,13 @@ def offered_whole(watch: TrialWatch, offered: Offered, share: float) -> float:
     raise AssertionError("the trial never ended")
 
 
-@pytest.mark.parametrize("thorough", [False, True])
-def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, thorough: bool) -> None:
+@pytest.mark.parametrize("full_length", [False, True])
+def test_an_undecided_trial_ends_when_its_time_is_up(scenario: Scenario, full_length: bool) -> None:
     """It is planned for longer than it takes: what comes after its time is up can change nothing."""
     scenario = scenario.model_copy(
         update={"search": scenario.search.model_copy(update={"max_trial_s": 120.0, "max_requests": 10**6})}
     )
-    plan = TrialPlan(CELL, 1, 40.0, "bisect", latency_s=0.2, thorough=thorough)
+    plan = TrialPlan(CELL, 1, 40.0, "bisect", latency_s=0.2, full_length=full_length)
     offered = planned(scenario, plan)
     watch = TrialWatch(scenario, plan, offered, {"": SLO})
     ended_s = offered_whole(watch, offered, 0.9)
@@ -113,14 +113,14 @@ def test_the_trials_own_verdict_stands_but_a_yes_that_the_records_contradict_is_
 
 def test_a_ceiling_is_told_in_one_way() -> None:
     """Twice what comes out was offered for ten seconds, or a load that the system carried easily."""
-    flood = Flood(np.arange(400) / 40.0, 0.0, 10.0, 0.5, 40.0)
+    saturation = SaturationProbe(np.arange(400) / 40.0, 0.0, 10.0, 0.5, 40.0)
     slow = [replace(record(i), last_token_s=i / 20 + 0.1) for i in range(400)]
-    told = ceiling_figures(slow, flood, 10.0)
+    told = ceiling_figures(slow, saturation, 10.0)
     assert told["completion_rate"] == pytest.approx(20, rel=0.05)
     assert told["completion_steady"] is True
     easy = [replace(record(i), last_token_s=i / 40 + 0.1) for i in range(400)]
-    assert ceiling_figures(easy, flood, 10.0)["completion_steady"] is False
-    assert ceiling_figures([], flood, 10.0) == {}
+    assert ceiling_figures(easy, saturation, 10.0)["completion_steady"] is False
+    assert ceiling_figures([], saturation, 10.0) == {}
 
 
 @pytest.mark.parametrize("service_s", [0.02, 0.1, 2.0])
@@ -139,9 +139,9 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
         rows = tuple(Settled(i, e2el_s=float(ends[i] - offered.offsets_s[i])) for i in range(told, done))
         told = done
         over = watch.progressed(Progress(t_s=t_s, sent=sent, done=done, settled=rows))
-    assert watch.flooded_s == t_s
+    assert watch.saturated_s == t_s
     assert watch.progressed(Progress(t_s=t_s + 10.0, sent=sent, done=sent))
-    assert watch.flooded_s == t_s, "what ends in the grace is none of it"
+    assert watch.saturated_s == t_s, "what ends in the grace is none of it"
     assert (sent - done) * service_s <= max(32.0, 24 * service_s), "and not 1,600 requests' work"
 
 

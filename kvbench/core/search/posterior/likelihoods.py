@@ -53,7 +53,7 @@ class Likelihoods:
         self._points, self._waiting, self._rates = points, waiting, rates[:, None]
         known = sum(point.n for point in points)
         # A trial without bursts by chance shows small clumps, so all trials share one figure.
-        self._clump = (sum(each.n * each.clump**2 for each in points) / known) ** 0.5 if known else 1.0
+        self._clump = (sum(point.n * point.clump**2 for point in points) / known) ** 0.5 if known else 1.0
         self._tables: dict[tuple[int, bool], FloatArray] = {}
 
     @property
@@ -112,7 +112,7 @@ class Likelihoods:
 
     def _steepness(self, rates: FloatArray) -> FloatArray:
         """Return the steepness of a queue by root and variation."""
-        return np.asarray(2.0 * self._waiting.slack_s * rates / VARIATION, np.float64)
+        return np.asarray(2.0 * self._waiting.headroom_s * rates / VARIATION, np.float64)
 
     def _log(self, point: RatePoint, queue: bool) -> FloatArray:
         if point.mean is not None:
@@ -126,7 +126,7 @@ class Likelihoods:
         steepness = self._steepness(self._rates)
         depth = steepness + allowed
         load = (point.queue_rate or point.rate) / self._rates * steepness / depth
-        moments = (point.end_s - point.begin_s) / self._waiting.slack_s / memory(load, depth)
+        moments = (point.end_s - point.begin_s) / self._waiting.headroom_s / memory(load, depth)
         return load, depth, np.maximum(moments, 1.0)
 
     def _of_queue(self, point: RatePoint) -> FloatArray:
@@ -148,7 +148,7 @@ class Likelihoods:
         """Return the wait of a TTFT as a multiple of the headroom, or None if it shows no queue."""
         if ttft_s is None:
             return None
-        level = max((ttft_s - self._waiting.alone_s) / self._waiting.slack_s, 0.0)
+        level = max((ttft_s - self._waiting.alone_s) / self._waiting.headroom_s, 0.0)
         return level if level < FURTHEST else None
 
     def _of_share(self, point: RatePoint) -> FloatArray:
@@ -160,7 +160,7 @@ class Likelihoods:
     def _of_mean(self, point: RatePoint, mean: float, queue: bool) -> FloatArray:
         """Return the log likelihood by the part of the mean that is waiting; all of it if unknown."""
         limit_s = self._waiting.limit_s
-        share = self._waiting.slack_s / limit_s if limit_s else 1.0
+        share = self._waiting.headroom_s / limit_s if limit_s else 1.0
         waited = max((mean - (1.0 - share)) / share, 1e-3)
         if queue:
             load, depth, moments = self._queue(point, 1.0)
@@ -176,7 +176,7 @@ class Likelihoods:
 
     def _time(self, point: RatePoint) -> float:
         """Return the middle of the window since the trial's start, in units of the headroom."""
-        return max((point.begin_s + point.end_s) / 2 / self._waiting.slack_s, 1e-3)
+        return max((point.begin_s + point.end_s) / 2 / self._waiting.headroom_s, 1e-3)
 
 
 def _binomial(n: FloatArray | float, share: float, expected: FloatArray) -> FloatArray:

@@ -2,7 +2,7 @@
 
 Two kinds of system are weighed against each other, since a search does not know which one it measures:
 
-- **A queue** (``queue_model``), if a TTFT limit leaves a *slack* (headroom) for waiting. Its capacity and its
+- **A queue** (``queue_model``), if a TTFT limit leaves headroom for waiting. Its capacity and its
   variation (the squared coefficients of variation of arrivals and services, added) are unknown; at the
   highest rate just the allowed share is late in the long run. A trial is compared with a queue that was empty
   when it began: above the capacity requests are not late at once, and near it a trial has fewer independent
@@ -188,7 +188,7 @@ def _mix(parts: Sequence[_Part]) -> tuple[float, FloatArray]:
 
 
 def _kinds(points: Sequence[RatePoint], rates: FloatArray, waiting: Waiting) -> Iterator[_Kind]:
-    likelihoods, share = Likelihoods(points, rates, waiting), QUEUE if waiting.slack_s else 0.0
+    likelihoods, share = Likelihoods(points, rates, waiting), QUEUE if waiting.headroom_s else 0.0
     if share:
         yield _Kind(math.log(share), likelihoods.queues(), True, likelihoods)
     even = np.full((len(rates), len(STEEPNESS)), 1 / len(STEEPNESS))

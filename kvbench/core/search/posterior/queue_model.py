@@ -9,8 +9,8 @@ seconds a second, varies by σ² a second, and cannot fall below 0. Started empt
 This predicts what a short trial cannot show: when a rate above the capacity reaches a limit, and for how long
 a queue near it is correlated (σ² / μ²).
 
-Waiting times and times are given in units of the *slack*, the TTFT headroom for waiting, and σ² as the
-*depth* 2 · slack / σ², so that P(W > slack) = exp(−depth · (1 − load)) in the long run.
+Waiting times and times are given in units of the TTFT headroom for waiting, and σ² as the *depth*
+2 · headroom / σ², so that P(W > headroom) = exp(−depth · (1 − load)) in the long run.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _log_normal_cdf(z: npt.NDArray[np.floating]) -> SingleArray:
 def late_share(
     load: FloatArray, depth: FloatArray, time: float | FloatArray, level: float | FloatArray = 1.0
 ) -> FloatArray:
-    """Return P(W > level) at a time since the queue was empty; level and time in slacks."""
-    drift, deep, when, high = (np.asarray(each, np.float32) for each in (load - 1.0, depth, time, level))
+    """Return P(W > level) at a time since the queue was empty; level and time in headrooms."""
+    drift, deep, when, high = (np.asarray(value, np.float32) for value in (load - 1.0, depth, time, level))
     spread, moved = np.sqrt(2.0 * when / deep), drift * when
     log_free = _log_normal_cdf((moved - high) / spread)
     reflected = np.clip(high * deep * drift, -300.0, 300.0) + _log_normal_cdf(-(high + moved) / spread)
@@ -71,7 +71,7 @@ def late_share(
 
 
 def mean_wait(load: FloatArray, depth: FloatArray, time: float | FloatArray) -> FloatArray:
-    """Return E[W] in slacks at a time since the queue was empty: ``late_share`` integrated over levels."""
+    """Return E[W] in headrooms at a time since the queue was empty: ``late_share`` integrated over levels."""
     free = MEAN_SPAN * np.sqrt(2.0 * time / depth)
     at_last = LAST_SPAN / (depth * np.maximum(1.0 - load, 1e-9))
     top = np.maximum((load - 1.0) * time, 0.0) + np.minimum(free, at_last)
@@ -82,7 +82,7 @@ def mean_wait(load: FloatArray, depth: FloatArray, time: float | FloatArray) -> 
 
 
 def memory(load: FloatArray, depth: FloatArray) -> FloatArray:
-    """Return the correlation time of the queue in slacks: 2 σ² / μ² (the integral of a reflected Brownian
+    """Return the correlation time of the queue in headrooms: 2 σ² / μ² (the integral of a reflected Brownian
     motion's autocorrelation over both sides; Whitt, Planning queueing simulations, 1989)."""
     return np.asarray(MEMORY / (depth * np.maximum((1.0 - load) ** 2, 1e-6)), np.float64)
 
@@ -102,26 +102,28 @@ FEWEST: Final = 20
 
 
 def queue_rate(
-    offsets_s: FloatArray, rate: float, window_s: tuple[float, float], slack_s: float, share: float | None
+    offsets_s: FloatArray, rate: float, window_s: tuple[float, float], headroom_s: float, share: float | None
 ) -> float | None:
     """Return the rate whose average queue equals that of these arrivals; None of too few requests.
-    ``offsets_s``: ascending, from 0 on. ``window_s``: requests counted. ``slack_s``: TTFT headroom that
+    ``offsets_s``: ascending, from 0 on. ``window_s``: requests counted. ``headroom_s``: TTFT headroom that
     ``share`` of them must keep, or if None their mean."""
     own = offsets_s[offsets_s <= window_s[1]]
     counted = int((own >= window_s[0]).sum())
-    if counted < FEWEST or slack_s <= 0:
+    if counted < FEWEST or headroom_s <= 0:
         return None
     gaps = np.diff(own, prepend=0.0)
     draws = np.random.default_rng(len(own)).choice(gaps, (DRAWS, len(own)))
     draws *= 1.0 / (rate * gaps.mean())
     # The resampled requests may end before or after the window, so they are counted by index.
-    ratio = _capacity(own[None, :], rate, counted, slack_s, share) / _capacity(
-        np.cumsum(draws, axis=1), rate, counted, slack_s, share
+    ratio = _capacity(own[None, :], rate, counted, headroom_s, share) / _capacity(
+        np.cumsum(draws, axis=1), rate, counted, headroom_s, share
     )
     return rate * min(max(ratio, 1 / MOST_LUCK), MOST_LUCK)
 
 
-def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, share: float | None) -> float:
+def _capacity(
+    offsets_s: FloatArray, rate: float, counted: int, headroom_s: float, share: float | None
+) -> float:
     """Return the lowest capacity at which the last ``counted`` of each row together keep the limit."""
     low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
     numbers = np.arange(offsets_s.shape[1])[None, :]
@@ -129,6 +131,6 @@ def _capacity(offsets_s: FloatArray, rate: float, counted: int, slack_s: float, 
         middle = (low + high) / 2
         ahead = numbers * math.exp(-middle) - offsets_s
         waits = (ahead - np.minimum.accumulate(ahead, axis=1))[:, -counted:]
-        kept = waits.mean() <= slack_s if share is None else (waits <= slack_s).mean() >= share
+        kept = waits.mean() <= headroom_s if share is None else (waits <= headroom_s).mean() >= share
         low, high = (low, middle) if kept else (middle, high)
     return math.exp((low + high) / 2)

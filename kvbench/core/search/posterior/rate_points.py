@@ -59,15 +59,15 @@ class RatePoint:
 
 @dataclass(frozen=True)
 class Waiting:
-    """TTFT headroom for waiting: ``slack_s`` of ``limit_s``; both 0 if TTFT is not limited."""
+    """TTFT headroom for waiting: ``headroom_s`` of ``limit_s``; both 0 if TTFT is not limited."""
 
     limit_s: float = 0.0
-    slack_s: float = 0.0
+    headroom_s: float = 0.0
 
     @property
     def alone_s(self) -> float:
         """TTFT of a request that does not wait."""
-        return self.limit_s - self.slack_s
+        return self.limit_s - self.headroom_s
 
 
 OF_MEAN: Final = 1 - math.exp(-1)
@@ -79,8 +79,8 @@ LEAST_SLACK: Final = 0.02
 def waiting_of(outcomes: Sequence[TrialOutcome]) -> Waiting:
     """Return the headroom by the fastest requests of any trial."""
     known = [outcome.measured for outcome in outcomes if outcome.measured is not None]
-    limits = [each.ttft_limit_s for each in known if each.ttft_limit_s]
-    fast = [each.ttft_fast_s for each in known if each.ttft_fast_s is not None]
+    limits = [figures.ttft_limit_s for figures in known if figures.ttft_limit_s]
+    fast = [figures.ttft_fast_s for figures in known if figures.ttft_fast_s is not None]
     if not limits or not fast:
         return Waiting()
     limit_s = min(limits)

@@ -84,7 +84,7 @@ class EngineModel:
     longest: int = 100_000
 
     def text(self) -> str:
-        step, sequence, prompt, transfer, _ = (1e3 * each for each in self.seconds)
+        step, sequence, prompt, transfer, _ = (1e3 * time_s for time_s in self.seconds)
         count = f"{self.engines} {'P ' if self.pair else ''}engine{'s' if self.engines > 1 else ''}"
         rest = f", transfer {transfer:.3g} ms" if self.pair else f" + {sequence:.2g} ms per sequence"
         slots = f", {self.slots:g} sequences" if self.slots < math.inf else ""
@@ -161,7 +161,7 @@ class JoinedTrials:
             rest_s = np.where(trial.tokens[kept] > 0, trial.last_s[kept] - trial.first_s[kept], math.nan)
             columns.append((trial.arrived_s[kept] + now_s, trial.tokens[kept], turn, part, ttft_s, rest_s))
             now_s += GAP * max(trial.end_s, 1.0)
-        joined = [np.concatenate(each) for each in zip(*columns, strict=True)]
+        joined = [np.concatenate(arrays) for arrays in zip(*columns, strict=True)]
         arrived_s, tokens, turns, parts, ttft_s, rest_s = joined
         begun = np.flatnonzero(ttft_s > 0)
         ended = np.flatnonzero((ttft_s > 0) & (rest_s > 0))
@@ -243,7 +243,7 @@ def _fitted(
 ) -> EngineModel:
     """Return the structure with the times of the smallest error, after about ``most`` simulations.
     ``weights``: of each request."""
-    free = [index for index, each in enumerate(model.seconds) if each > 0]
+    free = [index for index, time_s in enumerate(model.seconds) if time_s > 0]
 
     def moved(logs: FloatArray) -> EngineModel:
         seconds = list(model.seconds)

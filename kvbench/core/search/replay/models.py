@@ -164,7 +164,7 @@ def _decode_rows(trial: TrialRequests, growth: float) -> tuple[FloatArray, Float
     present = np.cumsum(np.where(order < len(first), 1.0, -1.0))
     others = np.maximum(present[:-1] - 1.0, 0.0)
     generated = np.diff(times) / (1.0 + growth * others)
-    totals = (np.concatenate([[0.0], np.cumsum(each)]) for each in (generated * others, generated))
+    totals = (np.concatenate([[0.0], np.cumsum(amounts)]) for amounts in (generated * others, generated))
     over, count = (np.interp(end, times, total) - np.interp(begin, times, total) for total in totals)
     prompts = np.searchsorted(first, end, "right") - np.searchsorted(first, begin, "right")
     rows = np.column_stack([np.ones(len(begin)), over / count, prompts / tokens])
@@ -283,7 +283,7 @@ class Candidate:
 
 def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     """Return all families that can explain the trials, the most likely one first."""
-    lowest_s = float(np.fmin.reduce(np.concatenate([each.first_s - each.arrived_s for each in trials])))
+    lowest_s = float(np.fmin.reduce(np.concatenate([trial.first_s - trial.arrived_s for trial in trials])))
     if not lowest_s > 0:
         return []
     most = max(1.5 * max(float(_waiting(trial).max()) for trial in trials), 1.0)
@@ -294,9 +294,9 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     sharing = _by_servers(partial(of, "sharing"), SHARING, 1, most)
     at_once = _by_servers(partial(of, "fifo"), SERVERS, ADJACENT, most)
     found = [*sharing.values(), *at_once.values()]
-    for count in {*_likeliest(at_once)[:DELAYED], *(each for each in at_once if each <= DELAYED)}:
+    for count in {*_likeliest(at_once)[:DELAYED], *(number for number in at_once if number <= DELAYED)}:
         found += _delayed(trials, count, lowest_s)
-    return sorted((each for each in found if each is not None), key=lambda each: -each.log_likelihood)
+    return sorted((model for model in found if model is not None), key=lambda model: -model.log_likelihood)
 
 
 def _by_servers(
@@ -305,8 +305,8 @@ def _by_servers(
     """Return candidates of these numbers of servers up to ``most``, and of those next to the most likely
     number from ``least`` on."""
     found = {count: candidate(count) for count in counts if count <= most}
-    while tried := sorted(each for each in found if each >= least):
-        place = tried.index(_likeliest({each: found[each] for each in tried})[0])
+    while tried := sorted(count for count in found if count >= least):
+        place = tried.index(_likeliest({trial: found[trial] for trial in tried})[0])
         gaps = zip(tried[max(place - 1, 0) : place + 1], tried[place : place + 2], strict=False)
         between = {(low + high) // 2 for low, high in gaps if high - low > 1}
         if not between:

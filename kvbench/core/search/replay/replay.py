@@ -169,7 +169,7 @@ class ReplayResult:
     def _after(self, further: float) -> RateEstimate:
         """Forecast the estimate after this many more requests near the rate."""
         growth = 1 + further / self.requests
-        return replace(self, roots=tuple(each.after(growth, further) for each in self.roots)).estimate
+        return replace(self, roots=tuple(root.after(growth, further) for root in self.roots)).estimate
 
     def to_json(self) -> dict[str, Any]:
         """Return rate and 90 % interval in requests per second, models and objections."""
@@ -205,7 +205,7 @@ def replayed(trials: tuple[TrialRequests, ...], objective: Objective) -> ReplayR
     found = candidates(trials) if all(map(len, trials)) else ()
     if not found:
         return None
-    load = UnitLoad(trials[-1].burstiness, np.concatenate([each.tokens for each in trials]), objective)
+    load = UnitLoad(trials[-1].burstiness, np.concatenate([trial.tokens for trial in trials]), objective)
     decode = Decode.fitted(trials)
     if objective.needs_last and decode is None:
         return None
@@ -231,7 +231,7 @@ def _stepwise(
 ) -> Root | None:
     """Return the rate by engines in steps; None if they don't reproduce the requests, or not clearly better
     than a queue of equal requests."""
-    even = min(_even_error(trials, each) for each in found)
+    even = min(_even_error(trials, candidate) for candidate in found)
     model = engine_model(trials, min(EXACT, CLEARLY * even)) if even >= EVEN else None
     if model is None:
         return None
@@ -255,9 +255,9 @@ def _even_error(trials: Sequence[TrialRequests], candidate: Candidate) -> float:
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """Return the most likely candidate of each kind and number of servers."""
     kept: dict[tuple[str, float], Candidate] = {}
-    for each in found:
-        if each.log_likelihood >= found[0].log_likelihood - NATS:
-            kept.setdefault((each.family.kind, each.family.servers), each)
+    for candidate in found:
+        if candidate.log_likelihood >= found[0].log_likelihood - NATS:
+            kept.setdefault((candidate.family.kind, candidate.family.servers), candidate)
     return list(kept.values())[:MODELS]
 
 
@@ -326,8 +326,8 @@ class TrialReplay:
 
 def _replays(trials: Sequence[TrialRequests], objective: Objective, model: Model) -> list[TrialReplay]:
     """Replay each trial that has enough requests to judge."""
-    judged = (each for each in trials if judged_part(each, objective).sum() >= FEWEST / 2)
-    return [_replay(each, model, objective) for each in judged]
+    judged = (trial for trial in trials if judged_part(trial, objective).sum() >= FEWEST / 2)
+    return [_replay(trial, model, objective) for trial in judged]
 
 
 def _replay(trial: TrialRequests, model: Model, objective: Objective, slower: float = 1.0) -> TrialReplay:
@@ -345,16 +345,16 @@ def _replay(trial: TrialRequests, model: Model, objective: Objective, slower: fl
 def _near(replays: Sequence[TrialReplay], rate: float, slope: float, tolerated: float) -> NearTrials:
     """Compare the trials near a rate with their replays. ``tolerated``: prior standard deviation of the
     difference of their scores."""
-    near = [each for each in replays if 0.8 < each.trial.rate / rate < 1.1]
-    differences = np.array([float(each.seen[0] - each.mean[0]) for each in near])
-    variances = np.array([each.variance for each in near])
+    near = [replay for replay in replays if 0.8 < replay.trial.rate / rate < 1.1]
+    differences = np.array([float(replay.seen[0] - replay.mean[0]) for replay in near])
+    variances = np.array([replay.variance for replay in near])
     excess = variance_between(differences, variances)
     if excess:  # a few trials estimate it poorly
         excess *= (t_quantile(0.95, len(near) - 1) / NORMAL_90) ** 2
     weights = 1 / (variances + excess)
     precision = tolerated**-2 + float(weights.sum())
     shift = float((differences * weights).sum()) / precision
-    nearest = min(replays, key=lambda each: abs(math.log(each.trial.rate / rate)), default=None)
+    nearest = min(replays, key=lambda replay: abs(math.log(replay.trial.rate / rate)), default=None)
     known = 0.0 if nearest is None else slope**2 / ((nearest.variance + excess) * len(nearest.trial))
     return NearTrials(len(near), max(-1.0, min(1.0, shift / slope)), precision**-0.5 / slope, known)
 
@@ -391,7 +391,7 @@ def _differences(
 
 def never_better(found: ReplayResult, trials: Sequence[TrialRequests], objective: Objective) -> bool:
     """Return whether no trial was better than its replay by the first model."""
-    return not any(each.better for each in _replays(trials, objective, found.roots[0].model))
+    return not any(replay.better for replay in _replays(trials, objective, found.roots[0].model))
 
 
 def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatArray:

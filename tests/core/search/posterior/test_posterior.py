@@ -29,7 +29,7 @@ def waits(rate: float, service_s: float, n: int, seed: int) -> tuple[np.ndarray,
 
 def test_a_normal_tail_is_known_far_out() -> None:
     z = np.array([-8.0, -3.0, 0.0, 2.0])
-    exact = [math.log(0.5 * math.erfc(-each / math.sqrt(2))) for each in z]
+    exact = [math.log(0.5 * math.erfc(-score / math.sqrt(2))) for score in z]
     assert log_normal_cdf(z) == pytest.approx(exact, rel=1e-3)
 
 
@@ -49,10 +49,12 @@ def test_a_queue_that_gets_too_much_is_late_only_after_a_while() -> None:
 
 
 def test_the_filling_of_a_queue_is_that_of_simulated_ones() -> None:
-    rate, service_s, slack_s = 0.97, 1.0, 12.0
-    depth = 2 * slack_s / service_s  # σ² is service² · rate for Poisson arrivals: one variation
-    late = np.mean([waits(rate, service_s, 400, seed)[1][300:] > slack_s for seed in range(400)])
-    expected = np.mean([late_share(np.array(rate), np.array(depth), t / rate / slack_s) for t in (320, 380)])
+    rate, service_s, headroom_s = 0.97, 1.0, 12.0
+    depth = 2 * headroom_s / service_s  # σ² is service² · rate for Poisson arrivals: one variation
+    late = np.mean([waits(rate, service_s, 400, seed)[1][300:] > headroom_s for seed in range(400)])
+    expected = np.mean(
+        [late_share(np.array(rate), np.array(depth), t / rate / headroom_s) for t in (320, 380)]
+    )
     assert late == pytest.approx(float(expected), rel=0.25)
 
 
@@ -62,17 +64,17 @@ def test_a_queue_near_its_capacity_remembers_for_longer() -> None:
 
 
 def test_the_luck_of_arrivals_is_taken_out() -> None:
-    rate, service_s, slack_s = 1.0, 0.94, 8.0
+    rate, service_s, headroom_s = 1.0, 0.94, 8.0
     ratios, late = [], []
     for seed in range(60):
         at, waited = waits(rate, service_s, 1500, seed)
-        found = queue_rate(at, rate, (float(at[300]), float(at[-1])), slack_s, 0.95)
+        found = queue_rate(at, rate, (float(at[300]), float(at[-1])), headroom_s, 0.95)
         ratios.append(found / rate)
-        late.append(float(np.mean(waited[300:] > slack_s)))
+        late.append(float(np.mean(waited[300:] > headroom_s)))
     assert np.mean(ratios) == pytest.approx(1.0, abs=0.02)
     # What looks like a higher rate is what was late more often.
     assert np.corrcoef(ratios, late)[0, 1] > 0.5
-    assert queue_rate(at, rate, (0.0, 1.0), slack_s, 0.95) is None
+    assert queue_rate(at, rate, (0.0, 1.0), headroom_s, 0.95) is None
 
 
 def outcome(rate: float, late: float, *, ttft_s: float = 1.0) -> TrialOutcome:
@@ -161,7 +163,7 @@ def test_a_first_token_soon_shows_that_nothing_waits_and_a_late_one_nothing() ->
     """Nobody was late; but the slowest twentieth came soon, or just in time."""
     seen = points([(9.0, 0.0), (9.2, 0.0), (9.1, 0.0), (11.0, 0.4)])
     unknown, soon, late = (
-        fit([replace(each, ttft_s=ttft_s) for each in seen[:3]] + seen[3:], 0.1, 1000, Waiting(1.0, 0.95))
+        fit([replace(point, ttft_s=ttft_s) for point in seen[:3]] + seen[3:], 0.1, 1000, Waiting(1.0, 0.95))
         for ttft_s in (None, 0.1, 0.9)
     )
     assert soon.median > unknown.median
@@ -172,7 +174,7 @@ def test_a_first_token_soon_shows_that_nothing_waits_and_a_late_one_nothing() ->
 def test_a_steady_drift_is_followed() -> None:
     """2 % slower each minute: the answer is that of the end, not of the middle."""
     minutes = range(0, 20, 2)
-    roots = [12.0 * math.exp(-0.02 * each) for each in minutes]
+    roots = [12.0 * math.exp(-0.02 * minute) for minute in minutes]
     shares = [
         (root * off, late) for root, (off, late) in zip(roots, [(0.97, 0.01), (1.02, 0.15)] * 5, strict=True)
     ]

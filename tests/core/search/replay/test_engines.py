@@ -68,7 +68,7 @@ def test_a_limit_on_sequences_shows_in_the_capacity() -> None:
     found = engine_model((*trials,))
     assert found is not None
     assert (found.engines, found.slots) == (1, 8.0)
-    tokens = np.concatenate([each.tokens for each in trials])
+    tokens = np.concatenate([trial.tokens for trial in trials])
     assert found.capacity(tokens) == pytest.approx(limited.capacity(tokens), rel=0.05)
 
 
@@ -78,10 +78,10 @@ def test_too_few_requests_are_not_fitted() -> None:
 
 def test_a_trial_far_above_the_capacity_is_no_objection() -> None:
     """There a server that is 5 % slower has a TTFT twice as far off."""
-    slower = dataclasses.replace(TWO, seconds=(*(1.05 * each for each in TWO.seconds),))
+    slower = dataclasses.replace(TWO, seconds=(*(1.05 * duration for duration in TWO.seconds),))
     trials = (trial(slower, 60.0, 1), trial(slower, 150.0, 1, 2.0))
     model = dataclasses.replace(TWO, error=0.05)
     assert engine_objections(trials, model, 140.0) == ()
     found = engine_objections(trials, model, 160.0)
-    assert [each[:26] for each in found] == ["TTFT at 150 req/s is +12 %", "TTFT at 150 req/s is +21 %"]
+    assert [text[:26] for text in found] == ["TTFT at 150 req/s is +12 %", "TTFT at 150 req/s is +21 %"]
     assert engine_objections(trials, dataclasses.replace(model, engines=1), 140.0)

@@ -100,7 +100,7 @@ def test_random_work_takes_longer() -> None:
     assert long.estimate.lower < 8.99 < long.estimate.upper
     told = long.to_json()
     assert told["lower"] < told["rate"] < told["upper"]
-    assert (told["requests"], told["seconds"]) == (sum(len(each) for each in trials), 800.0)
+    assert (told["requests"], told["seconds"]) == (sum(len(trial) for trial in trials), 800.0)
 
 
 @pytest.mark.parametrize("rates", [(8.5, 8.9), (8.9, 20.0)], ids=["near", "one far above"])
@@ -132,7 +132,7 @@ def test_no_number_of_requests_is_forecast_where_none_is_enough() -> None:
 
 
 def history_of(*trials: TrialRequests, seconds_left: float) -> tuple[TrialHistory, ReplayResult]:
-    outcomes = tuple(TrialOutcome(each.rate, "missed", requests=each) for each in trials)
+    outcomes = tuple(TrialOutcome(trial.rate, "missed", requests=trial) for trial in trials)
     limits = SearchLimits(8.0, 0.1, 100.0, seconds_left=seconds_left)
     history = TrialHistory(limits, outcomes, TTFT_300)
     return history, asked(history.replay)
@@ -155,7 +155,7 @@ def test_requests_of_a_rare_kind_had_a_chance_to_appear_before_an_answer() -> No
     """At ±5 %, a kind with a share of 0.5 % is absent from 600 requests with 5 %: 0.995 ** 600."""
     trials = [trial(even(10.0), rate, 4000, seed) for seed, rate in enumerate((0.057, 0.062))]
     slow = dataclasses.replace(TTFT_300, goals=(Goal("share", 0.9, (("ttft_ms", 30.0),)),))
-    outcomes = tuple(TrialOutcome(each.rate, "met", requests=each) for each in trials)
+    outcomes = tuple(TrialOutcome(trial.rate, "met", requests=trial) for trial in trials)
     history = TrialHistory(SearchLimits(0.06, 0.01, 100.0), outcomes, slow)
     replay = asked(history.replay)
     assert replay.estimate.width < 0.05
@@ -292,7 +292,7 @@ def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
 def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: str) -> None:
     found = asked(replayed((trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)), TTFT_300))
     assert found.objections
-    assert any(objection in each for each in found.objections)
+    assert any(objection in text for text in found.objections)
 
 
 def test_the_rate_is_the_capacity_where_the_limit_is_far_above_the_latency() -> None:
@@ -386,7 +386,7 @@ def test_trials_after_a_warm_up_are_replayed_without_it() -> None:
     slow, later = trial(even(0.15), 4.0, 130, 9), [trial(even(0.1), rate, 70, 10) for rate in (5.5, 6.5)]
 
     def found(*trials: TrialRequests) -> ReplayResult:
-        outcomes = tuple(TrialOutcome(each.rate, "met", requests=each) for each in trials)
+        outcomes = tuple(TrialOutcome(trial.rate, "met", requests=trial) for trial in trials)
         return asked(TrialHistory(SearchLimits(6, 0.5, 512), outcomes, objective=TTFT_300).replay)
 
     warm = found(slow, *later)
@@ -408,7 +408,9 @@ def test_a_few_failed_requests_are_no_objection() -> None:
 
 def test_a_rate_above_the_answer_that_goes_better_than_replayed_refutes_it() -> None:
     trials = [trial(even(0.13), 4.5, 60, 11), trial(even(0.1), 8.0, 60, 12)]
-    assert any("better at 8 req/s" in each for each in asked(replayed(tuple(trials), TTFT_300)).objections)
+    assert any(
+        "better at 8 req/s" in objection for objection in asked(replayed(tuple(trials), TTFT_300)).objections
+    )
 
 
 def test_a_rate_above_the_answer_that_goes_better_by_two_percent_of_the_rate_does_not() -> None:
