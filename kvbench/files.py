@@ -104,21 +104,21 @@ def append_bytes(handle: int, content: bytes, path: Path | None = None) -> int:
     except BaseException:  # no space left, or Ctrl-C: half a line would spoil the next one
         os.ftruncate(handle, size)
         raise
-    own = os.fstat(handle)
-    if path is not None and not _is_at(path, own):
+    status = os.fstat(handle)
+    if path is not None and not _is_at(path, status):
         raise StoreError(
             f"{path} was removed or replaced while it was written: its data are lost",
             hint="only kvbench may write to a run's folder; start a new run",
         )
-    return own.st_size
+    return status.st_size
 
 
-def _is_at(path: Path, own: os.stat_result) -> bool:
+def _is_at(path: Path, status: os.stat_result) -> bool:
     try:
         found = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return (found.st_dev, found.st_ino, found.st_size) == (own.st_dev, own.st_ino, own.st_size)
+    return (found.st_dev, found.st_ino, found.st_size) == (status.st_dev, status.st_ino, status.st_size)
 
 
 def cut_torn_line(path: Path) -> None:
@@ -142,7 +142,7 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def said_clearly(path: Path) -> Iterator[None]:
+def store_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -168,8 +168,8 @@ def _report_slowest(terminalreporter: pytest.TerminalReporter) -> None:
 
 def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
     """Why a test was skipped, in one line."""
-    told = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-    return " ".join(told.removeprefix("Skipped: ").split())
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return " ".join(text.removeprefix("Skipped: ").split())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -113,7 +113,7 @@ def cells(row: Figures) -> list[str]:
 def _searched(text: str) -> Searched | None:
     """Return a search's answer; None if it did not converge, since it is then not compared."""
     answer = read_answer(json.loads(text))
-    return Searched(answer.max_request_rate, answer.possible) if answer.sure else None
+    return Searched(answer.max_request_rate, answer.possible) if answer.converged else None
 
 
 def figures_of(

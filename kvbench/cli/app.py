@@ -88,10 +88,10 @@ class _Commands(typer.core.TyperGroup):
     """Command group with two-word names such as ``doctor selftest`` next to ``doctor``."""
 
     def __init__(self, *, commands: dict[str, Any], **options: Any) -> None:
-        own = {
+        builtin = {
             name: _Command(name, panel, func, _epilog(name)) for name, (panel, func, _) in _COMMANDS.items()
         }
-        super().__init__(commands={**own, **commands}, **options)
+        super().__init__(commands={**builtin, **commands}, **options)
 
     def get_params(self, ctx: Any) -> Any:
         return _plain_flags(super().get_params(ctx))

@@ -43,21 +43,21 @@ class MultiOptions(ConnectorOptions):
 
     @property
     def reads_nic_variables(self) -> bool:
-        return self.own().reads_nic_variables
+        return self.inner_options().reads_nic_variables
 
     @property
     def nics_asked(self) -> tuple[str, ...]:
-        return self.own().nics_asked
+        return self.inner_options().nics_asked
 
     @property
     def protocol_asked(self) -> str | None:
-        return self.own().protocol_asked
+        return self.inner_options().protocol_asked
 
     @property
     def bootstrap_address(self) -> str:
-        return self.own().bootstrap_address
+        return self.inner_options().bootstrap_address
 
-    def own(self) -> ConnectorOptions:
+    def inner_options(self) -> ConnectorOptions:
         """Return the first connector's options."""
         return connectors.get(self.first).options_model.model_validate(self.first_options)
 
@@ -97,21 +97,21 @@ class Multi(Connector):
         return self._first.ranks_problem(version, prefill, decode)
 
     def options_problem(self, options: ConnectorOptions) -> str:
-        return self._first.options_problem(self._own(options))
+        return self._first.options_problem(self._inner(options))
 
     def side_ports(self, role: str, ranks: Ranks) -> int:
         return self._first.side_ports(role, ranks)
 
-    def _own(self, options: ConnectorOptions) -> ConnectorOptions:
+    def _inner(self, options: ConnectorOptions) -> ConnectorOptions:
         assert isinstance(options, MultiOptions)
-        return options.own()
+        return options.inner_options()
 
     def kv_transfer_config(
         self, role: Role, engine_id: str, options: ConnectorOptions, seat: Seat | None = None
     ) -> dict[str, Any] | None:
         assert isinstance(options, MultiOptions)
         config = super().kv_transfer_config(role, engine_id, options, seat)
-        first = self._first.kv_transfer_config(role, engine_id, self._own(options), seat)
+        first = self._first.kv_transfer_config(role, engine_id, self._inner(options), seat)
         assert config is not None
         assert first is not None
         # The engine id comes from the outer configuration; given twice it is an error.
@@ -121,16 +121,16 @@ class Multi(Connector):
         return config
 
     def env(self, role: Role, options: ConnectorOptions, side_port: int | None) -> dict[str, str]:
-        return self._first.env(role, self._own(options), side_port)
+        return self._first.env(role, self._inner(options), side_port)
 
     def files(self, options: ConnectorOptions, seat: Seat) -> dict[str, dict[str, Any]]:
-        return self._first.files(self._own(options), seat)
+        return self._first.files(self._inner(options), seat)
 
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
-        return self._first.warnings(self._own(options), env)
+        return self._first.warnings(self._inner(options), env)
 
     def transport_asked(self, options: ConnectorOptions) -> str:
-        return self._first.transport_asked(self._own(options))
+        return self._first.transport_asked(self._inner(options))
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return self._first.prefill_request(body, request_id, peer)

@@ -110,8 +110,8 @@ class Nccl(PlainConnector):
 
     def backend_request_id(self, request_id: str, peer: PrefillPeer, decode_side_address: str) -> str:
         # vLLM finds the addresses by greedy patterns up to a colon, and up to three underscores.
-        own = request_id.replace(":", "-").replace("_", "-")
-        return f"___prefill_addr_{peer.side_address}___decode_addr_{decode_side_address}_{own}"
+        safe_id = request_id.replace(":", "-").replace("_", "-")
+        return f"___prefill_addr_{peer.side_address}___decode_addr_{decode_side_address}_{safe_id}"
 
 
 class NcclWithHttpPort(Nccl):

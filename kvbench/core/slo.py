@@ -188,8 +188,8 @@ class Slo:
 
     @cached_property
     def each(self) -> tuple[Limit, ...]:
-        own = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
-        joint = [Limit(metric, "each", limit) for metric, limit in own if limit is not None]
+        latencies = (("ttft_ms", self.ttft_ms), ("tpot_ms", self.tpot_ms))
+        joint = [Limit(metric, "each", limit) for metric, limit in latencies if limit is not None]
         return (*joint, *(limit for limit in self.limits if limit.statistic == "each"))
 
     @property
@@ -373,22 +373,22 @@ def timeout_problem(data: Mapping[str, Any]) -> str:
     workload, slo = data.get("workload"), data.get("slo")
     if not isinstance(workload, Mapping) or not isinstance(slo, Mapping):
         return ""
-    trace, own_s = workload.get("trace"), workload.get("request_timeout_s")
+    trace, timeout_s = workload.get("trace"), workload.get("request_timeout_s")
     lengths = [
         workload.get("output_len"),
         trace.get("longest_output") if isinstance(trace, Mapping) else None,
     ]
     output_len = max((length for length in lengths if isinstance(length, int)), default=1)
-    if not isinstance(own_s, (int, float)) or isinstance(own_s, bool):
+    if not isinstance(timeout_s, (int, float)) or isinstance(timeout_s, bool):
         return ""
     try:
         allowed = allowed_s(_slos(slo), output_len)
     except (TypeError, ValueError):
         return ""  # a mistake of its own
-    if own_s >= allowed:
+    if timeout_s >= allowed:
         return ""
     return (
-        f"workload.request_timeout_s ({own_s:g}) is less than the {allowed:.6g} s that the SLO allows a "
+        f"workload.request_timeout_s ({timeout_s:g}) is less than the {allowed:.6g} s that the SLO allows a "
         "request, so answers within the SLO would be cut off; omit it, or set at least that value"
     )
 

@@ -350,8 +350,8 @@ class RunningDeployment:
             return 1.0
         except httpx.HTTPError:
             return None
-        said = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
-        found = [number for value in said if (number := finite(value)) is not None]
+        values = _UNDER_WAY.findall(response.text) if response.status_code == 200 else ()
+        found = [number for value in values if (number := finite(value)) is not None]
         return sum(found) if found else None
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:

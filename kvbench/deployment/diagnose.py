@@ -279,8 +279,8 @@ def _logs(names: Sequence[str]) -> Iterator[tuple[str, contextlib.AbstractContex
             try:
                 yield str(log), log.open("rb")
             except OSError as error:
-                said = f"{log} cannot be read: {error.strerror or error}"
-                raise InputError(said, hint=similar_files(log).strip()) from error
+                message = f"{log} cannot be read: {error.strerror or error}"
+                raise InputError(message, hint=similar_files(log).strip()) from error
 
 
 def _lines(file: IO[bytes]) -> Iterator[str]:

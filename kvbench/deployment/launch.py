@@ -28,9 +28,9 @@ from kvbench.files import keep, scratch, write_json
 from kvbench.launchers.agents.remote import CODE, Fleet
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.parts import tagged
-from kvbench.launchers.parts.sockets import is_here
+from kvbench.launchers.parts.sockets import is_local
 from kvbench.launchers.placement import Places, fleet_of
-from kvbench.planning.gpu_dealing import far_device_env, require_gpus
+from kvbench.planning.gpu_dealing import remote_device_env, require_gpus
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, nsys_override, placed_specs, unplannable, unusable
@@ -76,7 +76,7 @@ def _keep_up(places: Places, planned: DeploymentPlan, console: Console) -> int:
 
 def _keep_up_in(folder: Path, places: Places, planned: DeploymentPlan, console: Console) -> None:
     scenario = places.scenario
-    env = far_device_env(scenario, planned, places.gpus())
+    env = remote_device_env(scenario, planned, places.gpus())
     launcher = places.launcher(folder / "logs", folder / "specs", env)
     planned = with_ports_at(planned, scenario.deployment, launcher)
     for note in engine_warnings(scenario):
@@ -145,7 +145,7 @@ def print_commands(
         raise InputError("kvbench does not start an external server, so there is no command to print")
     plan = plan_of(scenario)
     planned = _chosen(plan)
-    elsewhere = deployment.launcher != "local" or deployment.several_hosts or not is_here(deployment.host)
+    elsewhere = deployment.launcher != "local" or deployment.several_hosts or not is_local(deployment.host)
     planned = with_ports(planned, "127.0.0.1" if elsewhere else deployment.host)
     print(f"# {planned.label}: {len(planned.instances)} instance(s), start them in this order")
     for note in engine_warnings(scenario):
@@ -177,7 +177,7 @@ def _chosen(plan: Plan) -> DeploymentPlan:
     raise InputError("the scenario has no connector to launch")
 
 
-HERE = ""
+LOCAL = ""
 MAX_COMMAND = 100
 
 
@@ -205,12 +205,12 @@ def stop(
         for host in dict.fromkeys(row["host"] for row in rows):
             wanted = [(row["pid"], row["tag"]) for row in rows if row["host"] == host]
             ended = (
-                tagged.end(wanted) if host == HERE else int(fleet[host].ask("end", wanted=wanted)["ended"])
+                tagged.end(wanted) if host == LOCAL else int(fleet[host].ask("end", wanted=wanted)["ended"])
             )
             console.print(f"{host or 'here'}: {ended} process(es) ended", markup=False)
     # This includes folders of processes that have just ended.
     folders = [
-        folder for folder, whose in scratch_folders.left() if everything or (whose and whose.startswith(tag))
+        folder for folder, owner in scratch_folders.left() if everything or (owner and owner.startswith(tag))
     ]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -243,14 +243,14 @@ def _reached(
 
 
 def _found(fleet: Fleet | dict[str, Any]) -> Iterator[dict[str, Any]]:
-    own = {fleet.run_tag} if isinstance(fleet, Fleet) else set()
+    run_tags = {fleet.run_tag} if isinstance(fleet, Fleet) else set()
     seen = set()
-    for process in tagged.tagged(own):
+    for process in tagged.tagged(run_tags):
         seen.add(process.pid)
-        yield {"host": HERE, **vars(process)}
+        yield {"host": LOCAL, **vars(process)}
     for name, agent in fleet.items():
         # An agent that sees this process is on this machine, and so are all that it lists.
-        answer = agent.ask("tagged", but=sorted(own))
+        answer = agent.ask("tagged", but=sorted(run_tags))
         for row in answer["found"]:
             if answer["boot_id"] != boot_id() or row["pid"] not in seen:
                 yield {"host": name, **row}

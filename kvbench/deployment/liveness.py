@@ -60,8 +60,8 @@ class ProcessWatch:
         for process in processes:
             if (status := process.poll()) is not None:
                 self._logs.drain(process.name)
-                mine = [diagnosis for diagnosis in self._logs.take() if diagnosis.process == process.name]
-                raise died(process, status, mine[0] if mine else None, processes)
+                causes = [diagnosis for diagnosis in self._logs.take() if diagnosis.process == process.name]
+                raise died(process, status, causes[0] if causes else None, processes)
         if self._logs.poll() is None:
             self._check_liveness(processes)
             return

@@ -22,7 +22,7 @@ from kvbench.hosts import web
 from kvbench.hosts.server_access import redact, variables
 from kvbench.hosts.web import failure_hint, status_hint, status_text
 
-TOLD: Final = 5
+LOGPROBS: Final = 5
 """Log-probabilities per position; vLLM's limit is 20."""
 REFUSALS: Final = frozenset({400, 404, 422, 501})
 """Status codes of servers without log-probabilities."""
@@ -48,7 +48,7 @@ def greedy_body(
         "ignore_eos": True,
         "temperature": 0,
     }
-    return {**body, "logprobs": TOLD} if scored else body
+    return {**body, "logprobs": LOGPROBS} if scored else body
 
 
 def completion_of(answer: Mapping[str, Any]) -> Completion:
@@ -59,11 +59,11 @@ def completion_of(answer: Mapping[str, Any]) -> Completion:
     message = choice["message"]
     reasoning = message.get("reasoning")
     # As in streams: vLLM up to 0.13 has another name for it.
-    said = [
+    parts = [
         reasoning if isinstance(reasoning, str) else message.get("reasoning_content"),
         message.get("content"),
     ]
-    return Completion("".join(text for text in said if isinstance(text, str)))
+    return Completion("".join(text for text in parts if isinstance(text, str)))
 
 
 def prompt_tokens_of(answer: Mapping[str, Any]) -> int:
@@ -73,17 +73,17 @@ def prompt_tokens_of(answer: Mapping[str, Any]) -> int:
 
 def _choices(choice: Mapping[str, Any]) -> tuple[TokenChoice, ...]:
     """Tokens that form the text's beginning; partial characters are reported differently than written."""
-    told: Any = choice.get("logprobs")
+    logprobs: Any = choice.get("logprobs")
     found: list[TokenChoice] = []
     before = ""
     try:
-        rows = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
-        for token, own, top in rows:
+        rows = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+        for token, logprob, top in rows:
             before += token
             if not choice["text"].startswith(before):
                 break
             others = {str(name): float(value) for name, value in (top or {}).items()}
-            found.append(TokenChoice(token, {**others, token: float(own)}))
+            found.append(TokenChoice(token, {**others, token: float(logprob)}))
     except (LookupError, TypeError, ValueError, AttributeError):
         return ()
     return tuple(found)
@@ -199,12 +199,12 @@ class SingleRequests:
             raise self._failed(what + late, failure_hint(self._url, error)) from error
 
     def _read(self, response: httpx.Response, what: Callable[[Any], Any]) -> Any:
-        said = redact(visible(response.text[:300]), variables(self._access))
+        text = redact(visible(response.text[:300]), variables(self._access))
         if response.status_code != 200:
             sent_key = bool(self._access.api_key_env)
             status = response.status_code
             raise self._failed(
-                f"POST {self._url} answered {status_text(status)}: {said}", status_hint(status, sent_key)
+                f"POST {self._url} answered {status_text(status)}: {text}", status_hint(status, sent_key)
             )
         try:
             answer = web.json_of(response)
@@ -212,9 +212,9 @@ class SingleRequests:
             found = what(answer)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             lacks = "no completion" if what is completion_of else "no usage.prompt_tokens"
-            raise self._failed(f"POST {self._url} answered {lacks}: {said}") from error
+            raise self._failed(f"POST {self._url} answered {lacks}: {text}") from error
         if aborted:
-            raise self._failed(f"POST {self._url}: {aborted}: {said}")
+            raise self._failed(f"POST {self._url}: {aborted}: {text}")
         return found
 
     def _failed(self, what: str, of_answer: str = "") -> ServerError:

@@ -316,7 +316,7 @@ def _ask_version(command: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> 
         )
     with process:
         try:
-            output, said = process.communicate(timeout=VERSION_TIMEOUT_S)
+            output, stderr = process.communicate(timeout=VERSION_TIMEOUT_S)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)  # not yet reaped, so the group id is still valid
             if not isinstance(error, subprocess.TimeoutExpired):
@@ -327,7 +327,7 @@ def _ask_version(command: tuple[str, ...], env: tuple[tuple[str, str], ...]) -> 
             )
     version = version_in(output)
     if process.returncode != 0 or not version:
-        last = [line for line in (said or output).splitlines() if line.strip()][-3:]
+        last = [line for line in (stderr or output).splitlines() if line.strip()][-3:]
         return LaunchError(
             f"{shown} reported no version (status {process.returncode})"
             + "".join(f"\n  {line}" for line in last),

@@ -18,7 +18,7 @@ from kvbench.errors import InputError, Problem
 
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _HEADER_VALUE: Final = re.compile(r"[\x20-\x7e]{1,4000}")
-_OWN_HEADERS: Final = frozenset(
+_RESERVED_HEADERS: Final = frozenset(
     {"host", "content-length", "content-type", "transfer-encoding", "connection", "accept", "x-request-id"}
 )
 _SECRET: Final = re.compile(r"auth|cookie|key|token|secret|passw|credential", re.IGNORECASE)
@@ -48,7 +48,7 @@ def header_problem(name: str, value: str) -> str:
     """Why a header cannot be sent, or not without storing a secret, or ""."""
     if not _HEADER_NAME.fullmatch(name):
         return f"{name[:40]!r} is not a header name"
-    if name.lower() in _OWN_HEADERS:
+    if name.lower() in _RESERVED_HEADERS:
         return f"the header {name} is kvbench's own"
     if not _HEADER_VALUE.fullmatch(value):
         return f"the header {name} must have a value of visible ASCII characters, in one line"

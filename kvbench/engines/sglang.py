@@ -110,8 +110,8 @@ class SglangOptions(EngineOptions):
 
     def arguments(self, role: str) -> dict[str, Any]:
         """User arguments of one role, with hyphens for underscores."""
-        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
-        return {key.replace("_", "-"): value for key, value in {**self.engine_args, **own}.items()}
+        role_args = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
+        return {key.replace("_", "-"): value for key, value in {**self.engine_args, **role_args}.items()}
 
 
 def _rank_args(ranks: Ranks, given: Mapping[str, int]) -> dict[str, Any]:
@@ -183,15 +183,15 @@ class Sglang(Engine):
             )
         specs = []
         for number in range(hosts):
-            here = instance.on_node(number)
-            spec = self.process(here, connector, connector_options, options)
+            part = instance.on_node(number)
+            spec = self.process(part, connector, connector_options, options)
             meet = {
                 "nnodes": hosts,
                 "node-rank": number,
                 "dist-init-addr": f"{instance.nodes[0]}:{instance.group_port}",
             }
             # The user's single address cannot be right on several hosts.
-            env = {**spec.env, "SGLANG_HOST_IP": here.host}
+            env = {**spec.env, "SGLANG_HOST_IP": part.host}
             spec = replace(spec, argv=(*spec.argv, *argv_of(meet)), env=env)
             if number:
                 spec = replace(spec, name=f"{spec.name}{NODE}{number}", ready_url="", port=0)

@@ -220,8 +220,8 @@ class Vllm(Engine):
                 f"data-parallel-size-local of {instance.name} follows from its hosts: leave it out",
                 hint=f"deployment.{instance.role}.data_parallel_size counts the ranks of all hosts",
             )
-        here = [instance.on_node(number) for number in range(len(instance.nodes))]
-        specs = [self.process(part, connector, connector_options, options) for part in here]
+        parts = [instance.on_node(number) for number in range(len(instance.nodes))]
+        specs = [self.process(part, connector, connector_options, options) for part in parts]
         return [_on_node(spec, instance, number) for number, spec in enumerate(specs)]
 
     def process(
@@ -303,8 +303,8 @@ class Vllm(Engine):
         users = options.environment(instance.role, instance.rank)
         paths = [env["PYTHONPATH"] for env in (users, ours) if env.get("PYTHONPATH")]
         # A single user-given address cannot be right on several hosts.
-        own = node if spans else {}
-        return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {}), **own}
+        host_env = node if spans else {}
+        return {**ours, **users, **({"PYTHONPATH": ":".join(paths)} if paths else {}), **host_env}
 
     def warnings(self, options: EngineOptions, setting: OptionsContext | None = None) -> Sequence[str]:
         assert isinstance(options, VllmOptions)

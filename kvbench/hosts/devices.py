@@ -246,11 +246,11 @@ def thermal_events(root: Path = Path("/")) -> int | None:
     return sum(counts) if counts else None
 
 
-def own_cgroups(root: Path) -> list[Path]:
+def cgroup_folders(root: Path) -> list[Path]:
     """Return this process's cgroup (v2) and its parents."""
-    own = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
+    entry = re.search(r"^0::/(.*)$", read(root / "proc/self/cgroup") or "", re.MULTILINE)
     base = root / "sys/fs/cgroup"
-    folder = base / (own[1] if own else "")
+    folder = base / (entry[1] if entry else "")
     return [place for place in (folder, *folder.parents) if place == base or base in place.parents]
 
 
@@ -264,7 +264,7 @@ def cgroup_throttled_s(root: Path = Path("/")) -> float | None:
     """Seconds for which a CPU limit throttled this process's cgroup or a parent."""
     base = root / "sys/fs/cgroup"
     seconds: list[float] = []
-    for place in own_cgroups(root):
+    for place in cgroup_folders(root):
         if found := re.search(r"^throttled_usec (\d+)$", read(place / "cpu.stat") or "", re.MULTILINE):
             seconds.append(int(found[1]) / 1e6)
     first_version = read(base / "cpu/cpu.stat") or read(base / "cpu,cpuacct/cpu.stat") or ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kvbench.hosts.devices import children, gpus, nics, output_of, own_cgroups, rdma, read
+from kvbench.hosts.devices import cgroup_folders, children, gpus, nics, output_of, rdma, read
 from kvbench.hosts.gpu_affinity import with_affinity
 from kvbench.hosts.version_rules import version_of
 from kvbench.version import __version__
@@ -117,7 +117,7 @@ def cgroup_cpu_limit(root: Path) -> float | None:
     """Return the smallest core limit of this process's cgroup and its parents, if any."""
     base = root / "sys/fs/cgroup"
     # A parent's limit applies too.
-    limits = [_quota((read(folder / "cpu.max") or "").split()) for folder in own_cgroups(root)]
+    limits = [_quota((read(folder / "cpu.max") or "").split()) for folder in cgroup_folders(root)]
     first_version = (read(base / "cpu/cpu.cfs_quota_us"), read(base / "cpu/cpu.cfs_period_us"))
     limits.append(_quota([value for value in first_version if value]))
     return min((limit for limit in limits if limit), default=None)

@@ -82,13 +82,13 @@ def _affinity(
     usable = find("rdma", root, {}).usable
     ways = {nic.name: distance(nic, place, root) for nic in usable}
     nearest = [name for name, way in ways.items() if way == min(ways.values())]
-    told = {name: way for name, way in row.nics.items() if not ways or name in ways}
+    links = {name: way for name, way in row.nics.items() if not ways or name in ways}
     if ways and min(ways.values())[0] < len(WAYS) - 1:
         way = WAYS[min(ways.values())[0]]
-    elif told:  # sysfs shows no distance: nvidia-smi may
+    elif links:  # sysfs shows no distance: nvidia-smi may
         order = ("PIX", "PXB", "PHB", "NODE", "SYS")
-        way = min(told.values(), key=lambda link: order.index(link) if link in order else len(order))
-        nearest = [name for name, link in told.items() if link == way]
+        way = min(links.values(), key=lambda link: order.index(link) if link in order else len(order))
+        nearest = [name for name, link in links.items() if link == way]
     else:
         way = WAYS[-1] if ways else ""
     return {

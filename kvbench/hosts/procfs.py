@@ -100,11 +100,11 @@ class Listeners:
 def listening(urls: Iterable[str]) -> Listeners:
     """Find the processes that listen at the ports of URLs of this machine."""
     addresses = {entry.address for all_of in psutil.net_if_addrs().values() for entry in all_of}
-    here = {"localhost", "0.0.0.0", *addresses}
+    local = {"localhost", "0.0.0.0", *addresses}
     ports = {}
     for url in urls:
         parts = urlsplit(url)
-        if parts.hostname in here:
+        if parts.hostname in local:
             ports[url] = parts.port or (443 if parts.scheme == "https" else 80)
     if not ports:
         return Listeners()

@@ -26,8 +26,8 @@ _VARIABLE: Final = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 def variables(access: ServerAccess) -> tuple[str, ...]:
     """Return the environment variables with this server's secrets."""
-    own = (access.api_key_env,) if access.api_key_env else ()
-    return tuple(dict.fromkeys((*own, *named_in(access.headers.values()))))
+    key_env = (access.api_key_env,) if access.api_key_env else ()
+    return tuple(dict.fromkeys((*key_env, *named_in(access.headers.values()))))
 
 
 def named_in(values: Iterable[str]) -> list[str]:

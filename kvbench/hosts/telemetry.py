@@ -161,7 +161,7 @@ class HostReading:
     load_average: float
     steal_s: float
     cpu_s: float
-    own_cpu_s: float
+    run_cpu_s: float
     time_s: float
     nics: Mapping[str, NicReading] = field(default_factory=dict)
     throttled_s: float | None = None
@@ -175,29 +175,29 @@ class HostReading:
     """Processes outside this run, by number and start: name, CPU seconds."""
 
 
-def read_host(*, slowdowns: bool = True, whose: bool = True, also: Collection[int] = ()) -> HostReading:
+def read_host(*, slowdowns: bool = True, owners: bool = True, also: Collection[int] = ()) -> HostReading:
     """Read load average (1 min), CPU seconds over all cores (stolen, all, this run's), NICs, slowdowns. This
     run is this process with all descendants, including ended children; ``also``: the system under test, if
-    started by others. Kernel threads belong to no one. Without ``slowdowns`` or ``whose`` (which reads a file
-    per process) these are skipped."""
+    started by others. Kernel threads belong to no one. Without ``slowdowns`` or ``owners`` (which reads a
+    file per process) these are skipped."""
     times = psutil.cpu_times()
     used = times.user + times.system + times.nice
-    table = procfs.processes() if whose else {}
-    mine = procfs.belonging(table, {os.getpid(), *also})
-    own = sum(table[pid].cpu_s + table[pid].ended_s for pid in mine)
+    table = procfs.processes() if owners else {}
+    run_pids = procfs.belonging(table, {os.getpid(), *also})
+    run_cpu_s = sum(table[pid].cpu_s + table[pid].ended_s for pid in run_pids)
     kernel = {pid for pid, process in table.items() if procfs.is_kernel_thread(process)}
-    own += sum(table[pid].cpu_s for pid in kernel - mine)
+    run_cpu_s += sum(table[pid].cpu_s for pid in kernel - run_pids)
     others = {
         (pid, process.started): (process.name, process.cpu_s)
         for pid, process in table.items()
-        if pid not in mine and pid not in kernel
+        if pid not in run_pids and pid not in kernel
     }
     steal = float(getattr(times, "steal", 0.0))
     return HostReading(
         os.getloadavg()[0],
         steal,
         float(used),
-        own,
+        run_cpu_s,
         time.monotonic(),
         {**nic_counters(), **_nvlinks()},
         cgroup_throttled_s(),
@@ -262,7 +262,7 @@ class Sampler:
                         self._add(now, source, gauge, metrics.total(gauge))
 
     def _sample_host(self, now: float) -> None:
-        reading = read_host(slowdowns=False, whose=False)  # hundreds of files on a large machine
+        reading = read_host(slowdowns=False, owners=False)  # hundreds of files on a large machine
         self._add(now, "host", "load_average", reading.load_average)
         self._add(now, "host", "cpu_s", reading.cpu_s)
         self._add(now, "host", "steal_s", reading.steal_s)
@@ -305,7 +305,7 @@ def host_figures(before: HostReading, after: HostReading) -> HostFigures:
     cores = os.cpu_count() or 1
     elapsed_s = max(1e-9, after.time_s - before.time_s)
     capacity_s = elapsed_s * cores
-    others = (after.cpu_s - before.cpu_s) - (after.own_cpu_s - before.own_cpu_s)
+    others = (after.cpu_s - before.cpu_s) - (after.run_cpu_s - before.run_cpu_s)
     throttled = _growth(before.throttled_s, after.throttled_s)
     pressure = _growth(before.pressure_s, after.pressure_s)
     used = (after.cpu_s - before.cpu_s) + (after.steal_s - before.steal_s)

@@ -50,9 +50,9 @@ def client(
 ) -> httpx.Client:
     """Return a client for sequential requests with these headers. ``over``: another transport than sockets.
     ``access``: TLS trust; the caller adds its headers."""
-    said = {"accept-encoding": "identity", **(headers or {})}
+    sent = {"accept-encoding": "identity", **(headers or {})}
     way = over or transport(limit_bytes, access)
-    return httpx.Client(headers=said, timeout=timeout_s, transport=way, trust_env=False)
+    return httpx.Client(headers=sent, timeout=timeout_s, transport=way, trust_env=False)
 
 
 def transport(limit_bytes: int = LIMIT_BYTES, access: ServerAccess = ANY_SERVER) -> httpx.BaseTransport:
@@ -100,10 +100,10 @@ class _BoundedTransport(httpx.BaseTransport):
                 extensions={"timeout": timeouts},
             ) as answer,
         ):
-            said = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
-            pieces = _unpack(answer.iter_stream(), said.get(b"content-encoding", "identity").lower())
+            received = {name.lower(): value.decode("latin-1") for name, value in answer.headers}
+            pieces = _unpack(answer.iter_stream(), received.get(b"content-encoding", "identity").lower())
             body = self._whole(pieces)
-        media_type = said.get(b"content-type", "").partition(";")[0].strip()
+        media_type = received.get(b"content-type", "").partition(";")[0].strip()
         kept = {"content-type": media_type}
         return httpx.Response(answer.status, headers=kept, content=body, request=request)
 

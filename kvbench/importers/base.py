@@ -132,7 +132,7 @@ class LeftOut:
     text: str
     file: str = ""
 
-    def said(self) -> str:
+    def message(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
         return f"{place}: {self.text}" if place else self.text
 

@@ -152,8 +152,8 @@ class RayNodesOf:
 
     def open(self) -> None:
         """Join the cluster and reserve the nodes."""
-        if missing_here := problem():
-            raise MissingLibraryError(missing_here, hint="pip install ray, in the cluster's version")
+        if missing := problem():
+            raise MissingLibraryError(missing, hint="pip install ray, in the cluster's version")
         self._join()
         self._reserve()
 

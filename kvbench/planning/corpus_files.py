@@ -28,7 +28,7 @@ from kvbench.core.sessions.corpus_formats import (
 )
 from kvbench.core.sessions.generator import fitted_model
 from kvbench.errors import InputError
-from kvbench.files import replaced, said_clearly, similar_files
+from kvbench.files import replaced, similar_files, store_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -368,7 +368,7 @@ def write_corpus(path: Path, corpus: Corpus) -> None:
     """Write a gzipped agentic trace, deterministically. Raises InputError."""
     if not path.parent.is_dir():
         raise InputError(f"the folder {path.parent} does not exist", hint="create it first")
-    with said_clearly(path), replaced(path) as temporary, temporary.open("wb") as file:
+    with store_errors(path), replaced(path) as temporary, temporary.open("wb") as file:
         packed = gzip.GzipFile(filename="", fileobj=file, mode="wb", mtime=0, compresslevel=6)
         with packed, io.TextIOWrapper(packed, encoding="ascii") as text:
             for line in agentic_lines(corpus):

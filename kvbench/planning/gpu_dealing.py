@@ -25,11 +25,11 @@ Listed = Sequence[Mapping[str, Any]] | None
 
 def with_devices(plan: Plan) -> Plan:
     """Add each instance's GPUs to the plan. Missing ones are numbered on, for commands printed for another
-    machine; ``require_gpus`` prevents a start. Remote hosts: ``far_device_env``."""
+    machine; ``require_gpus`` prevents a start. Remote hosts: ``remote_device_env``."""
     wanted = [_local_wants(plan.scenario, deployment) for deployment in plan.deployments]
     if not any(wanted):
         return plan
-    pool = pool_here(plan.scenario)
+    pool = local_pool(plan.scenario)
     found = []
     for planned, wants in zip(plan.deployments, wanted, strict=True):
         try:
@@ -48,14 +48,14 @@ def require_gpus(plan: Plan, listed: Listed = None) -> None:
     """Raise InputError if a deployment's hosts have too few GPUs. ``listed``: local ones, if known."""
     wanted = [_local_wants(plan.scenario, deployment) for deployment in plan.deployments]
     if any(wanted):
-        pool = pool_here(plan.scenario, listed)
+        pool = local_pool(plan.scenario, listed)
         for planned, wants in zip(plan.deployments, wanted, strict=True):
             _deal_local(planned.label, wants, pool)
     for planned in plan.deployments if plan.scenario.deployment.hosts else ():
-        far_device_env(plan.scenario, planned)
+        remote_device_env(plan.scenario, planned)
 
 
-def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
+def local_pool(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
     """GPUs for local processes, or None if unknown or not local."""
     deployment = scenario.deployment
     if deployment.several_hosts or deployment.hosts or not is_free(deployment.host, 0):
@@ -65,7 +65,7 @@ def pool_here(scenario: Scenario, listed: Listed = None) -> GpuPool | None:
     return pool_of(visible, len(found or ()))
 
 
-def far_device_env(
+def remote_device_env(
     scenario: Scenario,
     planned: DeploymentPlan,
     answers: Mapping[str, Mapping[str, Any]] | None = None,

@@ -19,7 +19,7 @@ from kvbench.core.physics import MODELS, ModelShape
 from kvbench.core.scenario.scenario import parse_scenario
 from kvbench.core.scenario.yaml_lines import one_line
 from kvbench.errors import EXIT_OK, InputError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import store_errors, write_bytes
 from kvbench.hosts.version_rules import Check
 from kvbench.planning.init_elsewhere import (
     READY_S,
@@ -205,7 +205,7 @@ def command(
         raise InputError("there is no terminal for questions", hint="--yes uses all defaults")
     text = _text_of(elsewhere or Elsewhere(), _default if yes else _prompt, console)
     parse_scenario(text, str(file), registry())
-    with said_clearly(file):
+    with store_errors(file):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(file, text.encode())
     name = str(file) if "/" in str(file) or file.suffix in (".yaml", ".yml") else f"./{file}"

@@ -123,9 +123,9 @@ def _ignored(folder: str, names: list[str]) -> set[str]:
 def fetch_dependencies(wheel: Path, extras: Sequence[str], folder: Path) -> Path:
     """Download dependencies of ``wheel`` in the locally installed versions; return the folder."""
     folder.mkdir()
-    here = {found.metadata["Name"]: found.version for found in metadata.distributions()}
+    local = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     limits = folder / "constraints.txt"
-    limits.write_text("".join(f"{name}=={version}\n" for name, version in here.items() if name != "kvbench"))
+    limits.write_text("".join(f"{name}=={version}\n" for name, version in local.items() if name != "kvbench"))
     what = str(wheel) + (f"[{','.join(extras)}]" if extras else "")
     _pip(["wheel", "--constraint", str(limits), "--wheel-dir", str(folder), what], FETCH_DEADLINE_S)
     return folder

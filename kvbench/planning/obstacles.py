@@ -17,7 +17,7 @@ from kvbench.core.plan.plan import DeploymentPlan, Plan
 from kvbench.core.scenario.hosts import RemoteHost
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError, LaunchError, Problem
-from kvbench.launchers.parts.sockets import is_free, is_here
+from kvbench.launchers.parts.sockets import is_free, is_local
 from kvbench.planning.gpu_dealing import require_gpus
 from kvbench.planning.process_specs import unusable
 
@@ -140,7 +140,7 @@ def ports_in_use(scenario: Scenario, plan: Plan) -> tuple[list[int], list[str]]:
         for instance in planned.instances:
             wanted |= {(where(instance.name), port) for port in instance.ports_on(0, 1)}
     wanted = {(host, port) for host, port in wanted if port}
-    remote = {host for host, _ in wanted if not is_here(host)}
+    remote = {host for host, _ in wanted if not is_local(host)}
     used = {port for host, port in wanted if host not in remote and not is_free(host, port)}
     return sorted(used), sorted(remote)
 

@@ -32,8 +32,8 @@ def complete_scenario(incomplete: str) -> Iterator[str]:
     """Complete bundled scenarios, and YAML files in the current folder."""
     from kvbench.planning.scenario_files import bundled_names
 
-    here = (str(path) for path in Path().glob("*.y*ml"))
-    yield from (name for name in (*bundled_names(), *sorted(here)) if name.startswith(incomplete))
+    local = (str(path) for path in Path().glob("*.y*ml"))
+    yield from (name for name in (*bundled_names(), *sorted(local)) if name.startswith(incomplete))
 
 
 def complete_connector(incomplete: str) -> Iterator[str]:

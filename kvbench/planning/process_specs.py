@@ -25,7 +25,7 @@ from kvbench.core.scenario.hosts import NODE
 from kvbench.core.scenario.scenario import Deployment, Scenario
 from kvbench.engines.base import Instance, OptionsContext
 from kvbench.errors import InputError, MissingLibraryError, Problem
-from kvbench.planning.gpu_dealing import far_device_env
+from kvbench.planning.gpu_dealing import remote_device_env
 
 LOGS: Final = "{logs}"
 NAME: Final = "{name}"
@@ -252,7 +252,7 @@ def placed_specs(
     specs = process_specs(scenario, plan, log_dir)
     if not hosts:
         return specs, ()
-    gpus = far_device_env(scenario, plan, numbered=True) if dealt else {}
+    gpus = remote_device_env(scenario, plan, numbered=True) if dealt else {}
     placed = []
     for spec in specs:
         host = hosts[scenario.deployment.host_name(spec.name)]

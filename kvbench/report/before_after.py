@@ -16,7 +16,7 @@ from kvbench import connectors, engines
 from kvbench.core.findings.rate_change import Became, RateChange, Searched, rate_change
 from kvbench.core.plan.engine_count import Unit, unequal
 from kvbench.core.records import Cell
-from kvbench.core.scenario.deployment_section import OWN_KEYS
+from kvbench.core.scenario.deployment_section import COMMON_KEYS
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
 from kvbench.report.tables.result import Row, summary_table
@@ -139,7 +139,7 @@ def _answered(rows: Iterable[Row]) -> list[Row]:
 
 
 def _converged(rows: Iterable[Row]) -> list[Row]:
-    return [row for row in rows if row.answer.sure]
+    return [row for row in rows if row.answer.converged]
 
 
 def _same_trials(one: Sequence[Row], other: Sequence[Row]) -> bool:
@@ -289,7 +289,7 @@ def _connectors(given: Any, settles: bool) -> dict[str, str]:
     for entry in listed:
         name = str(entry.get("name"))
         label = str(entry.get("label") or name)
-        settings = {key: value for key, value in entry.items() if key not in OWN_KEYS}
+        settings = {key: value for key, value in entry.items() if key not in COMMON_KEYS}
         try:
             options = connectors.get(name).options_model.model_validate_json(json.dumps(settings))
             settings |= (options.settled() if settles else options).model_dump(mode="json")

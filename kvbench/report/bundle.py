@@ -24,7 +24,7 @@ from rich.text import Text
 from kvbench.core.metrics.metrics import Summary
 from kvbench.core.records import Cell, Finding, RequestRecord, TrialRecord
 from kvbench.errors import StoreError
-from kvbench.files import bytes_of, read_object, said_clearly, scratch, write_bytes, write_json
+from kvbench.files import bytes_of, read_object, scratch, store_errors, write_bytes, write_json
 from kvbench.report.report import write_report
 from kvbench.report.scrub import KINDS, Scrubber
 from kvbench.results.checksums import CHECKSUMS, begin_checksums, digests
@@ -99,7 +99,7 @@ def bundle(path: Path, options: BundleOptions | None = None) -> Bundled:
             hint="give the archive's file name with --output",
         )
     bundled = Bundled(archive, removed=scrubber.removed, counts=scrubber.counts)
-    with scratch("kvbench-bundle-") as temporary, said_clearly(archive):
+    with scratch("kvbench-bundle-") as temporary, store_errors(archive):
         folder = temporary / name
         for file in sources:
             inside = file.relative_to(path)

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvbench.core.findings.findings import KIND_WORDS
 from kvbench.core.foreign_text import markdown_words, visible
 from kvbench.errors import EXIT_OK, InputError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import store_errors, write_bytes
 from kvbench.report.before_after import (
     WHAT,
     SettingChange,
@@ -227,7 +227,7 @@ def _before_after_page(
         alarm = CiVerdict(cells, settings, options.worse_than, f"kvbench {scenario_of(after[0])}")
         for path, text in ((options.junit, alarm.junit), (options.comment, alarm.comment)):
             if path is not None:
-                with said_clearly(path):
+                with store_errors(path):
                     write_bytes(path, text().encode())
         document |= {"alarm": bool(alarm.worse), "verdict": alarm.verdict(), "power": alarm.power()}
     table = replace(change_rows(cells), title=counts_text(cells))

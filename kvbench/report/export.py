@@ -23,7 +23,7 @@ from kvbench.core.exposition import family, page
 from kvbench.core.foreign_text import spreadsheet_cell, visible
 from kvbench.core.records import TrialRecord
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import store_errors, write_bytes
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.result import Row, summary_table
 from kvbench.report.tables.trial_values import trial_values
@@ -248,7 +248,7 @@ def command(path: Path, name: str, output: Path | None, console: Console) -> Non
     if output is None:
         console.file.write(text)
         return
-    with said_clearly(output):
+    with store_errors(output):
         write_bytes(output, text.encode())
     console.print(Text(f"files: {output}"), soft_wrap=True)
 

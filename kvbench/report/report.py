@@ -17,7 +17,7 @@ from rich.console import Console
 from kvbench.core.foreign_text import fenced, markdown_words, visible
 from kvbench.core.transfers.records import pairs_of
 from kvbench.errors import StoreError
-from kvbench.files import said_clearly, write_bytes, write_json
+from kvbench.files import store_errors, write_bytes, write_json
 from kvbench.report.sections.build import build
 from kvbench.report.sections.facts import Facts, Material, files
 from kvbench.report.side_by_side import Changes, are_microbenchmarks, changes_as_text, earlier_of
@@ -202,12 +202,12 @@ def write_report(of: Path | str | RunFolder, formats: Sequence[str] = FORMATS) -
     from kvbench.report.plots import write_plots
 
     run = of if isinstance(of, RunFolder) else load_run(of)
-    _require_own_folders(run.path)
+    _refuse_links(run.path)
     tables, figures = run.path / "tables", run.path / "figures"
     drawn = [kind for kind in PICTURES_AS if kind in formats]
     if len(pairs_of(run.transfer_records())) > 1:
         drawn = []  # pictures show one pair of hosts; the matrix shows several
-    with said_clearly(run.path):
+    with store_errors(run.path):
         written = write_plots(run, figures, drawn) if drawn else []
         tables.mkdir(exist_ok=True)
         report = build(run)
@@ -239,7 +239,7 @@ def _comparison(run: RunFolder, formats: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _require_own_folders(path: Path) -> None:
+def _refuse_links(path: Path) -> None:
     """Raise StoreError if derived files would be written outside of the folder."""
     for name in ("tables", "figures"):
         if (path / name).is_symlink():

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from kvbench.core.records import RequestRecord, TrialRecord
 from kvbench.errors import EXIT_OK, InputError, StoreError
-from kvbench.files import said_clearly, write_json
+from kvbench.files import store_errors, write_json
 from kvbench.processes.common.spans import SUFFIX, TRACED_REQUESTS, Clock, Span, read_spans
 from kvbench.results.run import RunFolder, load_run
 
@@ -69,7 +69,7 @@ def command(folder: Path, trial_id: str | None, console: Console) -> int:
     trial = chosen_trial(run, trial_id)
     processes = processes_of(run, trial)
     path = run.path / "figures" / f"timeline-{trial.trial_id}.json"
-    with said_clearly(path):
+    with store_errors(path):
         path.parent.mkdir(exist_ok=True)
         write_json(path, trace(run, trial, processes))
     shown = ", ".join(process.name for process in processes)

@@ -213,12 +213,12 @@ def damages(folder: Path, checked: Counter[str] | None = None) -> Iterator[Damag
         checked["files"] += len(found)
         checked["lines"] += sum(len(found[name][0]) for name in _GROWING if name in found)
     for name in dict.fromkeys([*(entry.file for entry in announced), *found]):
-        mine = [entry for entry in announced if entry.file == name]
+        entries = [entry for entry in announced if entry.file == name]
         there = found.get(name)
         if name in _GROWING:
-            yield from _of_lines(name, mine, there or ([], b""), torn_allowed=alive or not ended)
+            yield from _of_lines(name, entries, there or ([], b""), torn_allowed=alive or not ended)
         else:
-            yield from _of_whole(name, mine, None if there is None else there[0][0], alive)
+            yield from _of_whole(name, entries, None if there is None else there[0][0], alive)
 
 
 def _digests_in(folder: Path, name: str) -> tuple[list[str], bytes]:
@@ -246,9 +246,9 @@ def _announced(rows: Sequence[dict[str, Any]]) -> list[_Announced]:
     """Return the announcements in order. The last one of a session, and a failed one, are open."""
     opened: set[int] = set()
     for session in _sessions(rows):
-        own = [row for row in session if "file" in row]
+        file_rows = [row for row in session if "file" in row]
         failed = session[-1].get("ended")
-        last = own[-1:] if failed is None else [row for row in own if row["file"] == failed][-1:]
+        last = file_rows[-1:] if failed is None else [row for row in file_rows if row["file"] == failed][-1:]
         opened |= {id(row) for row in last}
     places = [place for place, row in enumerate(rows) if "file" in row]
     # The last line of a session is open, be it the manifest of its end.

@@ -56,8 +56,8 @@ class EarlierSessions:
         )
 
 
-def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False) -> EarlierSessions:
-    """Read a folder. ``own_method``: the method that is measured last for a cell."""
+def earlier_sessions(run: RunFolder, search_method: Method, *, forced: bool = False) -> EarlierSessions:
+    """Read a folder. ``search_method``: the method that is measured last for a cell."""
     trials: dict[tuple[Cell, Method], list[TrialRecord]] = {}
     for record in run.all_trials:
         trials.setdefault((record.cell, record.method), []).append(record)
@@ -69,7 +69,7 @@ def earlier_sessions(run: RunFolder, own_method: Method, *, forced: bool = False
         results={
             cell: group
             for cell, group in results.items()
-            if any(ends_cell(result, own_method) for result in group)
+            if any(ends_cell(result, search_method) for result in group)
         },
         outputs=dict(_outputs(run.outputs)),
         canaries=canary_pools(run.canaries),
@@ -159,10 +159,10 @@ def _outputs_of(row: Mapping[str, Any]) -> Outputs:
     )
 
 
-def ends_cell(result: CellResult, own_method: Method) -> bool:
+def ends_cell(result: CellResult, search_method: Method) -> bool:
     """Return whether the line completes its cell: first tier of its own method."""
     decided = result.status in ("done", "refused", "skipped")
-    return decided and (result.main or (result.method == own_method and not result.tier))
+    return decided and (result.main or (result.method == search_method and not result.tier))
 
 
 def output_row(label: str, input_len: int, outputs: Outputs) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def _table(records: Sequence[TransferRecord]) -> pa.Table:
 
     rows = []
     for record in records:
-        own = {item.name: getattr(record, item.name) for item in fields(TransferRecord)}
-        row = asdict(own.pop("case")) | own
+        values = {item.name: getattr(record, item.name) for item in fields(TransferRecord)}
+        row = asdict(values.pop("case")) | values
         row["warnings"] = json.dumps([asdict(warning) for warning in record.warnings])
         row["nic_bytes"] = json.dumps(record.nic_bytes)
         row["error"] = _clean(record.error)

@@ -58,8 +58,8 @@ class ReportedSlo:
 
     def main(self) -> slos.Slo:
         """Return the SLO that requests are judged by: the strictest tier. Raises ValueError."""
-        own = slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits)
-        return next(iter(self.tiers.values()), own)
+        single = slos.Slo(self.ttft_ms, self.tpot_ms, self.attainment or 0.95, self.limits)
+        return next(iter(self.tiers.values()), single)
 
     def text(self) -> str:
         if self.tiers:

@@ -378,10 +378,10 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
     """Return the newest line per cell, method and tier; a later success replaces a failure."""
     found: dict[tuple[Cell, Method, str], CellResult] = {}
     for result in cells:
-        own = (result.cell, result.method, result.tier)
+        place = (result.cell, result.method, result.tier)
         if result.status != "failed":
-            found = {key: line for key, line in found.items() if key == own or not _now_done(line, result)}
-        found[own] = result
+            found = {key: line for key, line in found.items() if key == place or not _now_done(line, result)}
+        found[place] = result
     return list(found.values())
 
 

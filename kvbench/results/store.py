@@ -53,7 +53,7 @@ from kvbench.files import (
     read_object,
     replaced,
     require_no_links,
-    said_clearly,
+    store_errors,
     sync_folder,
     write_bytes,
     write_json,
@@ -196,7 +196,7 @@ class RunStore:
         self.earlier = EarlierSessions()
         self._manifest = manifest
         self._transfers = TransferTable(path, partial(self._announced, TRANSFERS))
-        with said_clearly(path):
+        with store_errors(path):
             self._trials = locked(path) if lock is None else lock
             self._cells = open_append(path / CELLS)
             self._outputs = self._canaries = -1
@@ -234,7 +234,7 @@ class RunStore:
         }
         results = Path(results_dir)
         hidden = results / f".{name}"
-        with said_clearly(results / name):
+        with store_errors(results / name):
             for folder in ("requests", "telemetry", "logs"):
                 (hidden / folder).mkdir(parents=True)
             write_bytes(hidden / "scenario.yaml", scenario_bytes)
@@ -256,7 +256,7 @@ class RunStore:
         lock = locked(path)
         try:
             manifest = load_run(path).manifest
-            with said_clearly(path):
+            with store_errors(path):
                 for pattern in _LEFT_BY_A_KILL:
                     for left in [*path.glob(pattern), *path.glob(f"*/{pattern}")]:
                         left.unlink(missing_ok=True)
@@ -266,7 +266,7 @@ class RunStore:
                     (path / folder).mkdir(exist_ok=True)
                 write_bytes(path / RESERVE, os.urandom(RESERVE_BYTES))
             session = {**new_session(str(manifest["run_id"]), datetime.now(timezone.utc)), "differs": []}
-            with said_clearly(path):
+            with store_errors(path):
                 go_on_with_checksums(path, session["run_tag"])
             store = cls(path, manifest, lock)
         except BaseException:
@@ -301,7 +301,7 @@ class RunStore:
 
     def update(self, **fields: Any) -> None:
         self._manifest.update(fields)
-        with said_clearly(self.path):
+        with store_errors(self.path):
             write_json(self.path / MANIFEST, self._manifest, partial(self._announced, MANIFEST))
 
     def resumed_elsewhere(self, differs: Sequence[str], label: str) -> None:
@@ -313,7 +313,7 @@ class RunStore:
 
     def write_plan(self, plan: Mapping[str, Any]) -> None:
         """Replace plan.json, for example with the processes' real ports and argv."""
-        with said_clearly(self.path):
+        with store_errors(self.path):
             write_json(self.path / "plan.json", plan, partial(self._announced, "plan.json"))
 
     def processes(self) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class RunStore:
 
     def write_environment(self, environment: Mapping[str, Any]) -> None:
         """Replace environment.json once the other hosts have reported theirs."""
-        with said_clearly(self.path):
+        with store_errors(self.path):
             announced = partial(self._announced, "environment.json")
             write_json(self.path / "environment.json", environment, announced)
 
@@ -332,7 +332,7 @@ class RunStore:
 
     def add_trial(self, trial: TrialRecord, requests: Sequence[RequestRecord] = ()) -> None:
         """Store a trial: requests first, so that a listed trial is complete."""
-        with said_clearly(self.path):
+        with store_errors(self.path):
             if requests:
                 with self._replaced("requests", trial.trial_id) as temporary:
                     write_parquet(temporary, requests, {"trial_id": trial.trial_id, "cell": trial.cell.key})
@@ -341,9 +341,9 @@ class RunStore:
     def add_telemetry(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Store samples; each row has its ``trial_id``."""
         for trial_id in dict.fromkeys(str(row["trial_id"]) for row in rows):
-            mine = [row for row in rows if row["trial_id"] == trial_id]
-            with said_clearly(self.path), self._replaced("telemetry", trial_id) as temporary:
-                write_rows(temporary, mine)
+            samples = [row for row in rows if row["trial_id"] == trial_id]
+            with store_errors(self.path), self._replaced("telemetry", trial_id) as temporary:
+                write_rows(temporary, samples)
 
     def _replaced(
         self, kind: Literal["requests", "telemetry"], trial_id: str
@@ -355,18 +355,18 @@ class RunStore:
         return self._checksums.announced(name, sha256_of_file(content))
 
     def add_transfer(self, record: TransferRecord) -> None:
-        with said_clearly(self.path):
+        with store_errors(self.path):
             self._transfers.add(record)
 
     def put_cell(self, result: CellResult | Mapping[str, Any]) -> None:
         """Store a cell's result; a later line replaces an earlier one."""
         checked = result if isinstance(result, CellResult) else CellResult.from_json(result)
-        with said_clearly(self.path):
+        with store_errors(self.path):
             self._append(self._cells, CELLS, checked.to_json())
 
     def add_outputs(self, label: str, input_len: int, outputs: Outputs) -> None:
         """Store a deployment's greedy outputs at one input length; a later line replaces an earlier one."""
-        with said_clearly(self.path):
+        with store_errors(self.path):
             if self._outputs < 0:
                 self._outputs = open_append(self.path / OUTPUTS)
                 sync_folder(self.path)
@@ -383,7 +383,7 @@ class RunStore:
             self._add_canaries(asked_row(trial_id, asked))
 
     def _add_canaries(self, row: Mapping[str, Any]) -> None:
-        with said_clearly(self.path):
+        with store_errors(self.path):
             if self._canaries < 0:
                 self._canaries = open_append(self.path / CANARIES)
                 sync_folder(self.path)
@@ -403,7 +403,7 @@ class RunStore:
 
     def require_room(self) -> None:
         """Raise StoreError if the disk is too full to continue."""
-        with said_clearly(self.path):
+        with store_errors(self.path):
             disk = os.statvfs(self.path)
             if disk.f_bavail * disk.f_frsize < LEAST_ROOM_BYTES:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
@@ -417,7 +417,7 @@ class RunStore:
         session = {**session, "ended_at": ended, "why": f"{status}: {error}" if error else status}
         try:
             (self.path / RESERVE).unlink(missing_ok=True)
-            with said_clearly(self.path):
+            with store_errors(self.path):
                 self._checksums.end()
             self.update(status=status, error=error, ended_at=ended, sessions=[*earlier, session])
         finally:

@@ -129,10 +129,10 @@ class Knowledge:
         ]
         if similar:
             return Hint(similar[-1], trusted=True)
-        own = [
+        points = [
             (known.input_len, rate) for known, rate in self.rates.items() if known.connector == cell.connector
         ]
-        return Hint(extrapolated(own, cell.input_len), trusted=len(own) > 1) if own else None
+        return Hint(extrapolated(points, cell.input_len), trusted=len(points) > 1) if points else None
 
 
 def extrapolated(known: Sequence[tuple[int, float]], input_len: int) -> float:

@@ -73,10 +73,10 @@ def surroundings(
     else:
         found = _of_profile(scenario, _emulated_surroundings(scenario, backend, found))
     given = scenario.simulate
-    own = given.connectors.get(label)
+    spec = given.connectors.get(label)
     link = {
-        "gb_per_s": (own.kv_gb_per_s if own else None) or given.kv_gb_per_s,
-        "latency_ms": own.kv_latency_ms if own and own.kv_latency_ms is not None else given.kv_latency_ms,
+        "gb_per_s": (spec.kv_gb_per_s if spec else None) or given.kv_gb_per_s,
+        "latency_ms": spec.kv_latency_ms if spec and spec.kv_latency_ms is not None else given.kv_latency_ms,
     }
     overheads = {
         name: getattr(given, name) for name in ("router_ms", "front_end_ms", "turn_ms", "arrival_ms")

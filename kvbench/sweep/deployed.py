@@ -20,7 +20,7 @@ from kvbench.files import scratch
 from kvbench.hosts import environment
 from kvbench.launchers.base import Launcher
 from kvbench.launchers.placement import Places
-from kvbench.planning.gpu_dealing import far_device_env
+from kvbench.planning.gpu_dealing import remote_device_env
 from kvbench.planning.load_files import session_source
 from kvbench.planning.process_specs import process_specs, unplannable, unusable
 from kvbench.results.finished_cells import ELSEWHERE, host_differences
@@ -236,7 +236,7 @@ class DeployedBench(Bench):
         session = f"session-{self.store.resumed + 1}" if self.store.resumed else ""
         folder = "-".join(filter(None, (planned.label, round_, session)))
         with scratch(scratch_prefix(self.store.path), self.store.path.name) as specs:
-            env = far_device_env(self.scenario, planned, self._places.gpus())
+            env = remote_device_env(self.scenario, planned, self._places.gpus())
             launcher = self._places.launcher(self.store.logs / folder, specs, env)
             planned = with_ports_at(planned, self.scenario.deployment, launcher)
             self._announce(planned, launcher)

@@ -21,7 +21,7 @@ from kvbench.core.foreign_text import markdown_words
 from kvbench.core.load.arrivals import planned_offsets
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, write_bytes
+from kvbench.files import store_errors, write_bytes
 from kvbench.report.findings.load_rows import load_rows
 from kvbench.report.tables.table import markdown_table, number, of_texts, write_csv
 from kvbench.report.terminal import print_table
@@ -257,7 +257,7 @@ def write_account(path: Path, account: Account) -> None:
             for words, lines in _outside(account)
         ),
     ]
-    with said_clearly(path):
+    with store_errors(path):
         (path / "tables").mkdir(exist_ok=True)
         write_csv(path / "tables/against.csv", [deviation.flat(account.word) for deviation in account.found])
         write_bytes(path / "against.md", ("\n\n".join(part for part in parts if part) + "\n").encode())

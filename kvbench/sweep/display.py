@@ -24,7 +24,7 @@ from kvbench.core.metrics.metrics import missed_text
 from kvbench.core.plan.plan import Plan
 from kvbench.core.plan.prospect import Prospect, prospect_of, seen_of
 from kvbench.core.records import MAIN_METHODS, Cell, TrialRecord
-from kvbench.core.search.by_measurements import SURE
+from kvbench.core.search.by_measurements import CERTAIN
 from kvbench.files import read_object
 from kvbench.report.findings.ahead import group_pairs, rate_pairs
 from kvbench.report.tables.result import Row, summary_table
@@ -81,12 +81,12 @@ class TimeLeft:
         self._begun: tuple[tuple[Cell, int] | None, float] = None, 0.0
         """The running trial: its cell and number, and the time left when it began."""
 
-    def trial_ended(self, record: TrialRecord, sure: float | None = None, width: float | None = None) -> None:
-        """Take a trial. ``sure``: probability that the answer is within its precision; ``width``: relative
+    def trial_ended(self, record: TrialRecord, prob: float | None = None, width: float | None = None) -> None:
+        """Take a trial. ``prob``: probability that the answer is within its precision; ``width``: relative
         half-width of its interval."""
         measured = self._known.setdefault(record.cell, _Measured())
         measured.records.append(record)
-        measured.confidence, measured.width = sure, width
+        measured.confidence, measured.width = prob, width
         if measured.prospect is None and (seen := seen_of(measured.records)) is not None:
             slo = next(iter(self._plan.scenario.slo.by_tier().values()))
             measured.prospect = prospect_of(self._plan.scenario, slo, seen)
@@ -163,7 +163,7 @@ class TimeLeft:
         search, done = self._plan.scenario.search, len(measured.records)
         if search.method == "fixed":
             return max(1.0, len(search.rates) - done)
-        uncertainty = max(0.0, 1 - (measured.confidence or 0.0) / SURE)
+        uncertainty = max(0.0, 1 - (measured.confidence or 0.0) / CERTAIN)
         needed = 1 + MOST_NEEDED * search.max_trials * uncertainty
         if measured.width is not None:
             tried = sum(record.purpose != "ceiling" for record in measured.records)
@@ -187,7 +187,7 @@ class TimeLeft:
 
 
 _COLOURS = {"met": "green", "missed": "red", "invalid": "yellow", "undecided": "cyan", "measured": "green"}
-FAR: Final = 3.0
+MAX_RATIO: Final = 3.0
 """Largest ratio of an interval's ends that is worth showing."""
 
 
@@ -305,7 +305,7 @@ class Display:
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
         self._trials[record.cell] += 1
         if self.left is not None and record.method in MAIN_METHODS:
-            so_far = (standing.sure, standing.width) if standing else (None, None)
+            so_far = (standing.confidence, standing.width) if standing else (None, None)
             self.left.trial_ended(record, *so_far)
         number = self._trials[record.cell]
         if self._lists_trials:
@@ -367,7 +367,7 @@ def _trial_text(record: TrialRecord, number: int, standing: Standing | None) -> 
     # In a saturation probe no request is within the SLO, as intended.
     known = attainment is not None and record.purpose != "ceiling"
     # Far from the answer an interval is meaningless.
-    narrow = standing is not None and standing.upper < FAR * standing.lower
+    narrow = standing is not None and standing.upper < MAX_RATIO * standing.lower
     detail = "; ".join(filter(None, (why(record), standing.text() if standing and narrow else "")))
     return Text.assemble(
         f"{record.cell.connector:<11} {record.cell.input_len:>6,} in  trial {number:<2}  ",
@@ -392,7 +392,7 @@ def _step(run: RunFolder, rows: Sequence[Row], resume: str) -> tuple[str, str]:
     again = shlex.split(" ".join(words)) if words[:1] == ["kvbench"] else []
     searched = [row for row in rows if row.outcome in ("found", "at_least")]
     if again and searched and search.get("method") == "sustained":
-        short = [row.name for row in searched if row.outcome == "found" and not row.answer.sure]
+        short = [row.name for row in searched if row.outcome == "found" and not row.answer.converged]
         names = ", ".join(dict.fromkeys(short))
         if short and (budget_s := search.get("budget_s")):
             command = _set_option(again, "--budget", "search.budget_s", f"{2 * float(budget_s):g}")

@@ -40,7 +40,7 @@ from kvbench.sweep.verify.cross_checks import fixed_of, scenario_of
 
 GONE_DEADLINE_S: Final = 10.0
 """Longest wait for processes of a killed run to end, in seconds."""
-MOST_SAID: Final = 5
+MAX_SHOWN: Final = 5
 
 
 def command(
@@ -103,7 +103,7 @@ def reopen(path: Path, *, force: bool = False) -> ReadySweep:
     if run.manifest.get("status") == "running" and writer_is_alive(path):
         RunStore.reopen(path)  # its error names the process
     require_untouched(run)
-    damages = [str(damage) for damage in islice(damages_before_resume(run), MOST_SAID)]
+    damages = [str(damage) for damage in islice(damages_before_resume(run), MAX_SHOWN)]
     if damages and not force:
         raise StoreError(
             f"{path} has changed since it was written:\n  " + "\n  ".join(damages),
@@ -194,9 +194,9 @@ def _require_agreement(run: RunFolder, cli: CliOptions) -> None:
         now["the rate"] = then["the rate"]
     if wrong := [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]:
         lines = [
-            f"{name}: {then.get(name)} in the folder, {now.get(name)} requested" for name in wrong[:MOST_SAID]
+            f"{name}: {then.get(name)} in the folder, {now.get(name)} requested" for name in wrong[:MAX_SHOWN]
         ]
-        more = f"\n  and {len(wrong) - MOST_SAID} more" if len(wrong) > MOST_SAID else ""
+        more = f"\n  and {len(wrong) - MAX_SHOWN} more" if len(wrong) > MAX_SHOWN else ""
         raise InputError(
             "--resume uses the run folder's plan, which other options contradict:\n  "
             + "\n  ".join(lines)

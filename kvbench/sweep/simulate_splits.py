@@ -22,7 +22,7 @@ from kvbench.core.plan.plan import DeploymentPlan, InstancePlan, Plan, Role
 from kvbench.core.records import SCHEMA_VERSION
 from kvbench.core.scenario.scenario import Scenario
 from kvbench.errors import InputError
-from kvbench.files import said_clearly, write_bytes, write_json
+from kvbench.files import store_errors, write_bytes, write_json
 from kvbench.planning.overrides import CliOptions
 from kvbench.planning.plan import plan_of
 from kvbench.report.tables.result import Row, summary_table
@@ -295,7 +295,7 @@ def command(cli: CliOptions, choice: Choice, output: Path, console: Console, lik
         "labels": [SIMULATED],
         "splits": [asdict(prediction) for prediction in found],
     }
-    with said_clearly(store.path):
+    with store_errors(store.path):
         write_json(store.path / "splits.json", data)
         write_bytes(store.path / "splits.md", markdown(scenario, found).encode())
     report.write_report(store.path)

@@ -128,14 +128,14 @@ def system_of(scenario: Scenario, deployment: SimulatedDeployment) -> System:
     config, shape = engine_config(scenario), scenario.kv_shape
     pair = deployment.count("prefill") > 0
     ranks = scenario.deployment.wire_ranks
-    own_scale = scenario.deployment.engine_options.time_factor
+    engine_scale = scenario.deployment.engine_options.time_factor
     return System(
         timing=timing_of(scenario, "prefill-0" if pair else "aggregated-0"),
         decode_timing=timing_of(scenario, "decode-0") if pair else None,
         config=config,
         prefill=deployment.count("prefill"),
         decode=deployment.count("decode") or deployment.count("aggregated"),
-        time_scale=scenario.simulate.time_scale or own_scale,
+        time_scale=scenario.simulate.time_scale or engine_scale,
         dispatch="concurrent"
         if deployment.connector.dispatch == "concurrent" and scenario.simulate.hand_off == "beside"
         else "sequential",

@@ -153,10 +153,10 @@ class SimulatorProcess:
 
     def _hung(self) -> ProcessHungError:
         process = self._running
-        said = cause_of(process.tail())
+        cause = cause_of(process.tail())
         return ProcessHungError(
             f"the system's command has not answered within {self._simulator.answer_timeout_s:g} s"
-            + (f"; its stderr ends: {said}" if said else ""),
+            + (f"; its stderr ends: {cause}" if cause else ""),
             hint="it must end each line with a line feed and flush its stdout; if it needs longer: "
             "--set deployment.engine_options.answer_timeout_s=SECONDS",
         )

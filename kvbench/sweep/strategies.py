@@ -42,7 +42,7 @@ class Standing:
 
     lower: float
     upper: float
-    sure: float
+    confidence: float
 
     @property
     def width(self) -> float:

@@ -80,8 +80,8 @@ def command(cli: CliOptions, output: Path, console: Console, otlp: str = "", *, 
     )
     if not otlp:
         return carried_out(sweep_of)
-    with meter(otlp, store.path.name, scenario.name) as told:
-        return carried_out(lambda display: sweep_of(OtlpWatcher(display, told)))
+    with meter(otlp, store.path.name, scenario.name) as otel_meter:
+        return carried_out(lambda display: sweep_of(OtlpWatcher(display, otel_meter)))
 
 
 def carry_out(
@@ -470,7 +470,7 @@ class Sweep:
                 number,
                 rate,
                 "equal_rate",
-                twin_of=1 if number > 1 else 0,  # the same prompts as for connectors with a single trial
+                paired_with=1 if number > 1 else 0,  # the same prompts as for connectors with a single trial
                 method=EQUAL,
                 searched=False,
                 seed_key=key,

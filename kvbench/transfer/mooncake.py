@@ -244,12 +244,12 @@ class MooncakeEndpoint(Endpoint):
         parts = []
         for lane, segment, spans in zip(self._lanes, known.segments, dealt, strict=False):
             code = lane.opcodes[op]
-            here, there = self._address, known.address
+            base, peer_base = self._address, known.address
             parts.append(
                 TransferPart(
                     lane,
                     lane.ways[segment],
-                    [(segment, [here + a], [there + b], [n], code) for a, b, n in spans],
+                    [(segment, [base + a], [peer_base + b], [n], code) for a, b, n in spans],
                 )
             )
         nbytes = sum(span.nbytes for span in wanted)

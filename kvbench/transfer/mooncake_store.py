@@ -83,8 +83,8 @@ def require_all(what: str, codes: Sequence[int], wanted: int) -> None:
     for code in codes:
         if code != wanted:
             wrong = sum(other != wanted for other in codes)
-            said = describe_code(code) if code < 0 else f"{code} of {wanted} bytes"
-            raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {said}")
+            reason = describe_code(code) if code < 0 else f"{code} of {wanted} bytes"
+            raise TransferError(f"{what} of {wrong} of {len(codes)} objects failed: {reason}")
 
 
 # The segment holds offered objects, the last write, the current write and what it replaces.

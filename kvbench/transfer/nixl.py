@@ -114,8 +114,8 @@ class FileEndpoint(AgentsEndpoint):
         parts, descriptors = [], 0
         if local:
             ours, theirs = in_order(local, remote) if self._merge else (local, remote)
-            here, there = (self._table, self._layout, ours), (known.table, known.layout, theirs)
-            handle, descriptors = agent.by_block(op, here, there)
+            side, peer_side = (self._table, self._layout, ours), (known.table, known.layout, theirs)
+            handle, descriptors = agent.by_block(op, side, peer_side)
             parts.append((agent, handle))
         ticket = self.ticket(peer, op, len(local), began, parts)
         ticket.descriptors = descriptors
@@ -217,7 +217,7 @@ def transport_in_log(lines: Sequence[str]) -> str:
     for line in reversed(lines):
         if "-node cfg#" not in line:
             continue
-        lanes = {kind: said.split() for kind, said in re.findall(r"\b(rma|rma_am|am)\(([^)]+)\)", line)}
+        lanes = {kind: names.split() for kind, names in re.findall(r"\b(rma|rma_am|am)\(([^)]+)\)", line)}
         memory = [lane for lane in lanes.get("am", ()) if lane.endswith("/memory")]
         if found := lanes.get("rma") or memory or lanes.get("am") or lanes.get("rma_am"):
             return " ".join(found)
@@ -365,8 +365,8 @@ class UcxEndpoint(AgentsEndpoint):
         """Read the peer's key: metadata alone does not prove that the peer is alive."""
         began = time.monotonic()
         ctypes.memset(self._scratch, 0, KEY_BYTES)
-        here, there = NixlPlace(ctypes.addressof(self._scratch), "DRAM"), NixlPlace(key_address, "DRAM")
-        handle = agent.by_span("read", [BlockSpan(0, 0, KEY_BYTES)], here, there, name)
+        target, source = NixlPlace(ctypes.addressof(self._scratch), "DRAM"), NixlPlace(key_address, "DRAM")
+        handle = agent.by_span("read", [BlockSpan(0, 0, KEY_BYTES)], target, source, name)
         try:
             done = agent.start(handle)
             while not done and time.monotonic() < until:
@@ -392,16 +392,16 @@ class UcxEndpoint(AgentsEndpoint):
         descriptors = 0
         if len(self._agents) > 1:
             wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
-            here_at = NixlPlace(self._address, self._kind, self._device)
-            there_at = NixlPlace(known.address, self._kind, known.device)
+            local_place = NixlPlace(self._address, self._kind, self._device)
+            remote_place = NixlPlace(known.address, self._kind, known.device)
             dealt = split_spans(wanted, len(self._agents), MIN_PART_BYTES) if wanted else []
             for agent, name, spans in zip(self._agents, known.agents, dealt, strict=False):
-                parts.append((agent, agent.by_span(op, spans, here_at, there_at, name)))
+                parts.append((agent, agent.by_span(op, spans, local_place, remote_place, name)))
             descriptors = sum(map(len, dealt))
         elif local:
             ours, theirs = in_order(local, remote) if self._merge else (local, remote)
-            here, there = (self._tables[0], self._layout, ours), (known.tables[0], known.layout, theirs)
-            handle, descriptors = self._agents[0].by_block(op, here, there)
+            side, peer_side = (self._tables[0], self._layout, ours), (known.tables[0], known.layout, theirs)
+            handle, descriptors = self._agents[0].by_block(op, side, peer_side)
             parts.append((self._agents[0], handle))
         ticket = self.ticket(peer, op, len(local), began, parts)
         ticket.descriptors = descriptors
@@ -419,18 +419,18 @@ class UcxEndpoint(AgentsEndpoint):
 
     def transport(self) -> str:
         lines = self.native_log()
-        said = transport_in_log(lines)
+        transport = transport_in_log(lines)
         if len(self._agents) > 1:
             transports = [
                 transport_in_log([line for line in lines if agent.name in line]) for agent in self._agents
             ]
-            said = " ".join(dict.fromkeys(filter(None, transports))) or said
+            transport = " ".join(dict.fromkeys(filter(None, transports))) or transport
         if self._kind == "VRAM":
             # Only GPU memory needs this slow import.
             from kvbench.transfer.parts.transport_log import gpu_transport
 
-            return gpu_transport(lines, self._op) or f"ucx:{said} (configured)"
-        return f"ucx:{said}" if said else f"ucx:{os.environ.get('UCX_TLS', '')} (configured)"
+            return gpu_transport(lines, self._op) or f"ucx:{transport} (configured)"
+        return f"ucx:{transport}" if transport else f"ucx:{os.environ.get('UCX_TLS', '')} (configured)"
 
     def close(self) -> None:
         for peer in list(self._peers):

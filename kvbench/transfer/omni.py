@@ -191,12 +191,12 @@ class OmniEndpoint(KeyedEndpoint):
         super().__init__(options)
         self.host = self._host
         self._protocol = str(options.get("protocol", "example"))
-        self._own_class = str(options.get("omni_connector", ""))
+        self._user_class = str(options.get("omni_connector", ""))
         self._extra = dict(options.get("omni_config", {}))
-        problem = None if self._own_class else check_protocol(self._protocol)
+        problem = None if self._user_class else check_protocol(self._protocol)
         if problem is not None:
             raise MissingLibraryError(f"{self._protocol}: {problem.reason}", hint=problem.fix)
-        if not self._own_class and self._protocol not in KINDS:
+        if not self._user_class and self._protocol not in KINDS:
             raise TransferError(f"unknown connector {self._protocol!r};  there are: {', '.join(KINDS)}")
         preload(VERBS_LIBRARIES)
         self._master: Master | None = None
@@ -212,8 +212,8 @@ class OmniEndpoint(KeyedEndpoint):
     def _connectors(self, shared: Mapping[str, Any]) -> OmniStore:
         """Return a ready connector; ``shared`` is the target's description."""
         kind = KINDS[self._protocol]
-        make = connector_class(self._own_class or kind.where)
-        usual = {} if self._own_class else kind.sender_config(self, self._layout)
+        make = connector_class(self._user_class or kind.where)
+        usual = {} if self._user_class else kind.sender_config(self, self._layout)
         config = {**usual, **self._extra, **shared}
         try:
             putter = make(dict(config))
@@ -255,13 +255,13 @@ class OmniEndpoint(KeyedEndpoint):
             raise TransferError(f"the connector is not healthy:  {health}")
 
     def transport(self) -> str:
-        if self._own_class:
-            return f"{self._own_class} (configured)"
+        if self._user_class:
+            return f"{self._user_class} (configured)"
         return KINDS[self._protocol].transport
 
     def library(self) -> dict[str, str]:
-        if self._own_class:
-            return {"name": self._own_class, "version": "unknown"}
+        if self._user_class:
+            return {"name": self._user_class, "version": "unknown"}
         return super().library() if self._protocol == "example" else version_of(DISTRIBUTION)
 
 

@@ -310,8 +310,8 @@ class TcpEndpoint(Endpoint):
     def __init__(self, options: Mapping[str, Any]) -> None:
         protocol_of(options, PROTOCOLS)
         host = str(options.get("host", "127.0.0.1"))
-        self._own = [nic.address for nic in nics_of(options)]
-        self._addresses = self._own or [host]
+        self._sources = [nic.address for nic in nics_of(options)]
+        self._addresses = self._sources or [host]
         # Streams per NIC, so that the total is at least the requested number.
         self._streams = -(-int(options.get("streams", 1)) // len(self._addresses)) * len(self._addresses)
         self._merge = bool(options.get("merge", True))
@@ -346,7 +346,7 @@ class TcpEndpoint(Endpoint):
         try:
             for number in range(self._streams):
                 host, port = peer["listeners"][number % len(self._addresses) % len(peer["listeners"])]
-                source = (self._own[number % len(self._own)], 0) if self._own else None
+                source = (self._sources[number % len(self._sources)], 0) if self._sources else None
                 left_s = max(until - time.monotonic(), 0.001)
                 sock = socket.create_connection((host, port), timeout=left_s, source_address=source)
                 socks.append(sock)

@@ -53,12 +53,12 @@ def test_every_option_that_sets_one_value_sets_it() -> None:
 
 def test_a_mistake_names_the_option_that_was_typed(tmp_path: Path) -> None:
     typed = ("--input-len", "1e3", "--ttft-ms", "-1", "--set", "search.max_trials=0", "--rates", "4,x")
-    said = invoke("plan", "quickstart", *typed).err
-    assert "--input-len 1e3: must be a whole number, not 1000.0\n" in said
-    assert "--ttft-ms -1.0: must be more than 0" in said
-    assert "--rates 4,x: must be a number" in said
-    assert "--set search.max_trials: search.max_trials must be at least 1" in said
-    assert "workload.input_len" not in said
+    message = invoke("plan", "quickstart", *typed).err
+    assert "--input-len 1e3: must be a whole number, not 1000.0\n" in message
+    assert "--ttft-ms -1.0: must be more than 0" in message
+    assert "--rates 4,x: must be a number" in message
+    assert "--set search.max_trials: search.max_trials must be at least 1" in message
+    assert "workload.input_len" not in message
 
 
 def test_a_sweep_takes_precision_trials_and_seed_as_options() -> None:
@@ -68,10 +68,10 @@ def test_a_sweep_takes_precision_trials_and_seed_as_options() -> None:
 
 
 def test_a_budget_shows_in_the_plan() -> None:
-    said = invoke("plan", "quickstart", "--budget", "60").out
-    cells = int(re.findall(r"of trials for each of (\d+) cells", said)[0])
-    assert f"budget: {duration_text(60 / cells)} of trials for each" in said
-    assert re.search(r"  trials +about 60 s\n", said)
+    printed = invoke("plan", "quickstart", "--budget", "60").out
+    cells = int(re.findall(r"of trials for each of (\d+) cells", printed)[0])
+    assert f"budget: {duration_text(60 / cells)} of trials for each" in printed
+    assert re.search(r"  trials +about 60 s\n", printed)
 
 
 def test_bench_does_not_offer_what_only_a_search_has() -> None:

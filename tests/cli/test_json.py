@@ -76,10 +76,10 @@ def require_one_document(name: str, tmp_path: Path, run: Callable[..., Finished]
     made = name in MADE
     done = run(*words, *(("--output", str(tmp_path)) if made else ()), sets=sets)
     assert done.status == 0, done.text
-    told = json.loads(done.out)
-    assert told
+    printed = json.loads(done.out)
+    assert printed
     if made:
-        document = told["runs"][0]
+        document = printed["runs"][0]
         (folder,) = tmp_path.iterdir()
         assert document["run"] == folder.name
         assert document["rows"] or any(document["methods"].values())

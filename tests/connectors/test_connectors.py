@@ -161,9 +161,9 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_several_connectors_ask_for_what_the_first_one_does() -> None:
-    own = {"device_name": "mlx5_0", "extra_config": {"bootstrap_server_address": "10.0.0.9:8998"}}
-    first = connectors.get("mooncake").options_model.model_validate(own)
-    multi = connectors.get("multi").options_model.model_validate({"first": "mooncake", "first_options": own})
+    raw = {"device_name": "mlx5_0", "extra_config": {"bootstrap_server_address": "10.0.0.9:8998"}}
+    first = connectors.get("mooncake").options_model.model_validate(raw)
+    multi = connectors.get("multi").options_model.model_validate({"first": "mooncake", "first_options": raw})
     for name in ("nics_asked", "protocol_asked", "bootstrap_address"):
         assert getattr(multi, name) == getattr(first, name)
     assert multi.nics_asked == ("mlx5_0",)

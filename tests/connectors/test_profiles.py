@@ -121,10 +121,10 @@ def test_known_keys_are_those_of_each_releases_source() -> None:
                 for release in RELEASES
                 if there(facts, release) is not None and supported(name, release)
             }
-            said = {tag for tag in RELEASES if release(tag) in known.releases and supported(name, tag)}
+            declared = {tag for tag in RELEASES if release(tag) in known.releases and supported(name, tag)}
             if key == "enable_cross_layers_blocks":
-                said -= {"0.29.0"}  # not in that wheel
-            assert read == said, (name, key, read ^ said)
+                declared -= {"0.29.0"}  # not in that wheel
+            assert read == declared, (name, key, read ^ declared)
             checked += 1
     assert checked > 30
 
@@ -208,7 +208,7 @@ def test_on_cpus_the_buffers_are_in_host_memory_whatever_the_releases_default() 
 
 
 @pytest.mark.parametrize(
-    ("name", "version", "said"),
+    ("name", "version", "expected"),
     [
         ("nccl", "0.24.0", "removed in 0.24"),
         ("nccl", "0.32.0+cpu", "removed in 0.24"),
@@ -223,11 +223,11 @@ def test_on_cpus_the_buffers_are_in_host_memory_whatever_the_releases_default() 
     ],
 )
 def test_a_connector_that_an_engine_lacks_is_named_with_its_history(
-    name: str, version: str, said: str
+    name: str, version: str, expected: str
 ) -> None:
     with pytest.raises(InputError) as caught:
         connectors.get(name).profile(version)
-    assert said in f"{caught.value.message} {caught.value.hint}"
+    assert expected in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_an_unknown_newer_version_takes_the_newest_profile() -> None:
@@ -360,7 +360,7 @@ def test_v0_takes_any_metadata_server_with_its_kind(server: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"metadata_server": ""}, "needs a metadata server"),
         ({"metadata_server": "10.0.0.1"}, "needs a metadata server"),
@@ -368,8 +368,8 @@ def test_v0_takes_any_metadata_server_with_its_kind(server: str) -> None:
         ({"protocol": "rdma"}, "device_name with protocol rdma"),
     ],
 )
-def test_v0_refuses_what_cannot_run(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_v0_refuses_what_cannot_run(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         v0_file(**given)
 
 
@@ -394,8 +394,8 @@ _TO_DECODE, _TO_PREFILL = r"___decode_addr_(.*):(\d+)", r"___prefill_addr_(.*):(
 
 
 @given(st.text("abcdef0123456789-:_.", min_size=1, max_size=40))
-def test_nccl_addresses_are_found_in_the_request_id(own: str) -> None:
-    made = connectors.get("nccl").profile("0.13.0").backend_request_id(own, PEER, "10.0.0.2:22001")
+def test_nccl_addresses_are_found_in_the_request_id(address: str) -> None:
+    made = connectors.get("nccl").profile("0.13.0").backend_request_id(address, PEER, "10.0.0.2:22001")
     for text in (made, f"cmpl-{made}-0"):
         to_decode, to_prefill = re.search(_TO_DECODE, text), re.search(_TO_PREFILL, text)
         assert to_decode.groups() == ("10.0.0.2", "22001")
@@ -417,7 +417,7 @@ def test_nccl_starts_the_releases_that_demand_a_port_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "expected"),
     [
         ({}, ["pins 32 GiB", "D receives into 1 GB of GPU memory", "PUT_ASYNC"]),
         ({"mem_pool_size_gb": 33, "kv_buffer_size": 5e9}, ["pins 64 GiB", "into 5 GB"]),
@@ -425,20 +425,20 @@ def test_nccl_starts_the_releases_that_demand_a_port_of_their_own() -> None:
         ({"send_type": "GET"}, ["P keeps KV in at most 1 GB", "drops the oldest"]),
     ],
 )
-def test_nccl_tells_what_memory_it_takes(given: dict[str, Any], said: list[str]) -> None:
+def test_nccl_tells_what_memory_it_takes(given: dict[str, Any], expected: list[str]) -> None:
     connector = connectors.get("nccl")
-    told = " ".join(connector.profile("0.13.0").warnings(connector.options_model(**given), {}))
-    for words in said:
-        assert words in told
+    text = " ".join(connector.profile("0.13.0").warnings(connector.options_model(**given), {}))
+    for words in expected:
+        assert words in text
 
 
 # Nixl
-@pytest.mark.parametrize(("version", "said"), [("0.11.0", "vLLM 0.11.1 and newer"), ("0.11.1", "")])
-def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: str, said: str) -> None:
+@pytest.mark.parametrize(("version", "expected"), [("0.11.0", "vLLM 0.11.1 and newer"), ("0.11.1", "")])
+def test_threads_that_an_old_nixl_connector_does_not_ask_for_are_told(version: str, expected: str) -> None:
     profile = connectors.get("nixl").profile(version)
-    told = " ".join(profile.warnings(profile.options_model(num_threads=2), {}))
-    assert bool(told) == bool(said)
-    assert said in told
+    text = " ".join(profile.warnings(profile.options_model(num_threads=2), {}))
+    assert bool(text) == bool(expected)
+    assert expected in text
 
 
 # The others
@@ -460,9 +460,9 @@ def test_lmcache_finds_its_server_or_the_users() -> None:
     connector = connectors.get("lmcache")
     here = seat(neighbours=NEIGHBOURS)
     assert connector.seat_env(connector.options_model(), here)["LMCACHE_REMOTE_URL"] == "lm://10.0.0.1:50051"
-    own = connector.options_model(remote_url="redis://10.0.0.9:6379")
-    assert connector.seat_env(own, here)["LMCACHE_REMOTE_URL"] == "redis://10.0.0.9:6379"
-    assert connector.services(own, "10.0.0.1", (50051,)) == []
+    options = connector.options_model(remote_url="redis://10.0.0.9:6379")
+    assert connector.seat_env(options, here)["LMCACHE_REMOTE_URL"] == "redis://10.0.0.9:6379"
+    assert connector.services(options, "10.0.0.1", (50051,)) == []
 
 
 def test_multi_joins_the_first_ones_handshake_with_the_others_configurations() -> None:

@@ -116,21 +116,21 @@ def test_launch_names_the_ports_that_nobody_can_guess(tmp_path: Path) -> None:
     options = json.dumps({"model": "m", "version": "0.33.0"})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", "connectors=[mooncake,nixl]")
     scenario, _ = resolve(CliOptions("quickstart", (*sets, "deployment.tensor_parallel_size=2")))
-    said = {}
+    ports = {}
     for planned in plan_of(scenario).deployments:
         launcher = LocalLauncher("test-ports", tmp_path / planned.label, tmp_path / "specs")
         deployment = RunningDeployment(scenario, planned, launcher)
-        said |= {
+        ports |= {
             f"{planned.label} {instance.name}": side_ports(deployment, instance.name)
             for instance in planned.instances
         }
-        said[f"{planned.label} ports"] = [str(instance.side_port) for instance in planned.instances]
+        ports[f"{planned.label} ports"] = [str(instance.side_port) for instance in planned.instances]
         deployment.stop()
-    assert said["mooncake prefill-0"] == [f"bootstrap port {said['mooncake ports'][0]}"]
-    assert said["mooncake decode-0"] == []
-    first = int(said["nixl ports"][0])
-    assert said["nixl prefill-0"] in ([f"side port {first}"], [f"side ports {first} to {first + 1}"])
-    assert said["nixl decode-0"] != said["nixl prefill-0"]
+    assert ports["mooncake prefill-0"] == [f"bootstrap port {ports['mooncake ports'][0]}"]
+    assert ports["mooncake decode-0"] == []
+    first = int(ports["nixl ports"][0])
+    assert ports["nixl prefill-0"] in ([f"side port {first}"], [f"side ports {first} to {first + 1}"])
+    assert ports["nixl decode-0"] != ports["nixl prefill-0"]
 
 
 def test_its_gpus_are_those_that_its_engines_were_given(tmp_path: Path) -> None:

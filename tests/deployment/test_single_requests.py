@@ -55,8 +55,8 @@ class Handler(BaseHTTPRequestHandler):
             status, {"choices": [self.server.choice]} if status == 200 else {"error": {"message": "late"}}
         )
 
-    def answer(self, status: int, said: dict[str, Any]) -> None:
-        content = json.dumps(said).encode()
+    def answer(self, status: int, body: dict[str, Any]) -> None:
+        content = json.dumps(body).encode()
         try:
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
@@ -123,7 +123,7 @@ def answer(text: str, **choice: Any) -> dict[str, Any]:
     return {"choices": [{"text": text, **choice}]}
 
 
-TOLD = {
+LOGPROBS = {
     "tokens": [" the", " cat"],
     "token_logprobs": [-0.5, -0.1],
     "top_logprobs": [{" the": -0.5, " a": -0.9}, {" cat": -0.1}],
@@ -138,7 +138,7 @@ def test_log_probabilities_are_asked_for_only_where_they_are_wanted() -> None:
 
 
 def test_tokens_come_with_their_rivals() -> None:
-    found = completion_of(answer(" the cat", logprobs=TOLD))
+    found = completion_of(answer(" the cat", logprobs=LOGPROBS))
     assert found.text == " the cat"
     assert found.choices == (
         TokenChoice(" the", {" the": -0.5, " a": -0.9}),
@@ -147,15 +147,15 @@ def test_tokens_come_with_their_rivals() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [None, {}, {"tokens": [" the"]}, {"content": []}, "none", {**TOLD, "tokens": 5}]
+    "logprobs", [None, {}, {"tokens": [" the"]}, {"content": []}, "none", {**LOGPROBS, "tokens": 5}]
 )
-def test_servers_that_tell_no_log_probabilities_are_taken_as_they_are(told: Any) -> None:
-    assert completion_of(answer(" the cat", logprobs=told)).choices == ()
+def test_servers_that_tell_no_log_probabilities_are_taken_as_they_are(logprobs: Any) -> None:
+    assert completion_of(answer(" the cat", logprobs=logprobs)).choices == ()
     assert completion_of(answer(" the cat")).choices == ()
 
 
 def test_pieces_of_a_character_end_what_can_be_placed() -> None:
-    broken = {**TOLD, "tokens": [" the", "\ufffd"]}
+    broken = {**LOGPROBS, "tokens": [" the", "\ufffd"]}
     assert [choice.token for choice in completion_of(answer(" thé", logprobs=broken)).choices] == []
     assert [choice.token for choice in completion_of(answer(" the\u20ac", logprobs=broken)).choices] == [
         " the"

@@ -107,20 +107,20 @@ def test_the_router_has_as_many_processes_as_are_asked_for() -> None:
 def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
     listed = "[{name: nixl_push, dispatch: concurrent}]"
     made = specs(scenario(listed=listed, tensor_parallel_size=2, prefill=2), "nixl_push")
-    told = parse_spec(RouterSpec, made["router"].spec).prefill
-    for number, server in enumerate(told):
+    servers = parse_spec(RouterSpec, made["router"].spec).prefill
+    for number, server in enumerate(servers):
         config = json.loads(flags(made[f"prefill-{number}"])["--kv-transfer-config"] or "")
         assert (server["engine_ids"], server["tensor_parallel_size"]) == ([config["engine_id"]], 2)
-    assert len({server["engine_ids"][0] for server in told}) == 2
+    assert len({server["engine_ids"][0] for server in servers}) == 2
 
 
 def test_a_pushing_p_has_an_id_and_an_address_for_each_data_parallel_rank() -> None:
     sizes = {"data_parallel_size": 2, "pipeline_parallel_size": 2}
     made = specs(scenario(listed="[{name: nixl_push, dispatch: concurrent}]", prefill=sizes), "nixl_push")
-    (told,) = parse_spec(RouterSpec, made["router"].spec).prefill
+    (server,) = parse_spec(RouterSpec, made["router"].spec).prefill
     port = int(made["prefill-0"].env["VLLM_NIXL_SIDE_CHANNEL_PORT"])
-    assert told["engine_ids"] == ["nixl_push-prefill-0_dp0", "nixl_push-prefill-0_dp1"]
-    backend = parse_spec(BackendSpec, told)
+    assert server["engine_ids"] == ["nixl_push-prefill-0_dp0", "nixl_push-prefill-0_dp1"]
+    backend = parse_spec(BackendSpec, server)
     for turn, rank in enumerate((0, 1, 0)):
         peer = peer_at(backend, backend.engine_ids, turn)
         assert peer.headers == {"x-data-parallel-rank": str(rank)}
@@ -152,11 +152,11 @@ def test_arguments_of_a_role_win_and_null_takes_one_away() -> None:
 
 def test_what_is_judged_follows_the_arguments() -> None:
     given = {"max_num_seqs": 32, "block-size": 64, "max-model-len": "8k", "no-enable-prefix-caching": True}
-    own = {"model": "a/b", "decode_args": {"max-num-seqs": 256}}
-    options = VllmOptions(max_num_seqs=64, block_size=32, engine_args=given, **own)
+    shared = {"model": "a/b", "decode_args": {"max-num-seqs": 256}}
+    options = VllmOptions(max_num_seqs=64, block_size=32, engine_args=given, **shared)
     assert (options.slots, options.kv_block_tokens, options.longest_request) == (None, 64, None)
     assert not options.caches_prefixes
-    assert VllmOptions(max_num_seqs=256, **own).slots == 256
+    assert VllmOptions(max_num_seqs=256, **shared).slots == 256
     with pytest.raises(InputError, match=r"kv-cache-dtype fp8_e5m2 contradicts model\.kv_dtype bf16"):
         specs(scenario(options=without(engine_args={"kv-cache-dtype": "fp8_e5m2"})))
 
@@ -181,13 +181,13 @@ def test_environment_word_for_word_by_role_and_devices_by_instance() -> None:
 def test_python_paths_are_joined() -> None:
     options = without(version="0.13.0", env={"PYTHONPATH": "/mine"})
     made = specs(scenario(listed="[{name: mooncake, device_name: mlx5_0}]", options=options), "mooncake")
-    mine, ours = made["decode-0"].env["PYTHONPATH"].split(":")
-    assert mine == "/mine"
+    user_path, ours = made["decode-0"].env["PYTHONPATH"].split(":")
+    assert user_path == "/mine"
     assert (Path(ours) / "kvbench_vllm_mooncake.py").is_file()
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"version": "0.32.0"}, "model"),
         (without(engine_args={"port": 1}), "port follow from the scenario"),
@@ -199,8 +199,8 @@ def test_python_paths_are_joined() -> None:
         (without(enforce_eager=True), "enforce_eager"),
     ],
 )
-def test_mistakes_are_named(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ScenarioError, match=said):
+def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
         scenario(options=options)
 
 
@@ -238,7 +238,7 @@ def test_helper_processes_come_first() -> None:
 
 # What cannot run, and warnings
 @pytest.mark.parametrize(
-    ("options", "listed", "said"),
+    ("options", "listed", "expected"),
     [
         (without(command=[sys.executable], version="0.32.0+cpu"), "offloading", "needs a GPU"),
         (without(command=["no-such-vllm"]), "nixl", "unknown command 'no-such-vllm'"),
@@ -246,15 +246,15 @@ def test_helper_processes_come_first() -> None:
         (without(command=[sys.executable]), "tcp", "has no KvbenchTcpConnector"),
     ],
 )
-def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> None:
+def test_why_it_cannot_run(options: dict[str, Any], listed: str, expected: str) -> None:
     asked = scenario(listed=f"[{listed}]", options=options)
     problem = unusable(asked, deployment_of(asked, listed))
-    assert said in problem.reason
-    assert problem.fix or "GPU" in said
+    assert expected in problem.reason
+    assert problem.fix or "GPU" in expected
 
 
 @pytest.mark.parametrize(
-    ("listed", "version", "prefill", "decode", "said"),
+    ("listed", "version", "prefill", "decode", "expected"),
     [
         ("nixl", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
         ("multi", "0.13.0", 4, 2, "moves no KV from TP 4 to fewer ranks"),
@@ -265,18 +265,18 @@ def test_why_it_cannot_run(options: dict[str, Any], listed: str, said: str) -> N
     ],
 )
 def test_unequal_ranks_that_cannot_work_are_refused(
-    listed: str, version: str, prefill: int, decode: int, said: str
+    listed: str, version: str, prefill: int, decode: int, expected: str
 ) -> None:
     sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
     options = without(version=version, command=[sys.executable])
     asked = scenario(listed=f"[{listed}]", options=options, **sizes)
     problem = unusable(asked, deployment_of(asked, listed))
     noted = [note for note in plan_of(asked).notes if note.startswith(f"{listed} cannot run: ")]
-    if not said:
+    if not expected:
         assert (problem, noted) == (None, [])
         return
-    assert said in problem.reason
-    assert said in noted[0]
+    assert expected in problem.reason
+    assert expected in noted[0]
     with pytest.raises(InputError, match=r"fewer ranks|equal ranks of P and D"):
         specs(asked, listed)
 
@@ -320,7 +320,7 @@ def test_hosts_elsewhere_are_printed_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "expected"),
     [
         (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
         (
@@ -351,11 +351,11 @@ def test_hosts_elsewhere_are_printed_only() -> None:
         (scenario("sglang", options={"model": "m"}), "is untested with it"),
     ],
 )
-def test_warnings(asked: Scenario, said: str) -> None:
+def test_warnings(asked: Scenario, expected: str) -> None:
     found = [warning for warning in engine_warnings(asked) if "listen on" not in warning]
     assert len(found) == 1
-    assert said in found[0]
-    assert said in " ".join(plan_of(asked).notes)
+    assert expected in found[0]
+    assert expected in " ".join(plan_of(asked).notes)
 
 
 def test_nothing_is_warned_about_without_need() -> None:
@@ -374,15 +374,15 @@ def test_nothing_is_warned_about_without_need() -> None:
     ],
 )  # fmt: skip
 def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
-    def told(**given: Any) -> str | None:
+    def config_of(**given: Any) -> str | None:
         asked = scenario(options=without(version=version, engine_args=given))
         warned = any("rms_norm" in warning for warning in engine_warnings(asked))
         assert warned == (on_cpus and given == {"compilation_config": {"mode": 0}})
         return flags(specs(asked)["decode-0"]).get("--compilation-config")
 
-    assert told() == ('{"custom_ops": ["-rms_norm"]}' if on_cpus else None)
-    assert told(compilation_config={"mode": 0}) == '{"mode": 0}'
-    assert told(compilation_config={"custom_ops": ["none"]}) == '{"custom_ops": ["none"]}'
+    assert config_of() == ('{"custom_ops": ["-rms_norm"]}' if on_cpus else None)
+    assert config_of(compilation_config={"mode": 0}) == '{"mode": 0}'
+    assert config_of(compilation_config={"custom_ops": ["none"]}) == '{"custom_ops": ["none"]}'
 
 
 def test_a_plan_says_what_nccl_takes_and_which_connector_the_release_lacks() -> None:
@@ -460,10 +460,10 @@ def test_sglang_commands() -> None:
 def test_sglang_gets_every_option(listed: str, role: str, env: dict[str, str]) -> None:
     asked = scenario("sglang", f"[{listed}]", {"model": "m"})
     spec = specs(asked, asked.connectors[0].label)[f"{role}-0"]
-    own = {key.removeprefix("SGLANG_DISAGGREGATION_"): value for key, value in spec.env.items()}
-    given = {key: text for key, text in own.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
+    opts = {key.removeprefix("SGLANG_DISAGGREGATION_"): value for key, value in spec.env.items()}
+    given = {key: text for key, text in opts.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
     assert given == env
-    assert own["SGLANG_HOST_IP"] == "127.0.0.1"
+    assert opts["SGLANG_HOST_IP"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -492,8 +492,8 @@ def test_an_option_without_effect_is_refused(engine: str, listed: str, words: st
 
 def test_sglang_warns_of_variables_that_override_options() -> None:
     given = {"model": "m", "env": {"MC_FORCE_HCA": "0", "MOONCAKE_PROTOCOL": "rdma"}}
-    told = engine_warnings(scenario("sglang", "[{name: mooncake, protocol: rdma}]", given))
-    assert told[-1] == "mooncake: env sets MC_FORCE_HCA, which overrides the connector's option"
+    warnings = engine_warnings(scenario("sglang", "[{name: mooncake, protocol: rdma}]", given))
+    assert warnings[-1] == "mooncake: env sets MC_FORCE_HCA, which overrides the connector's option"
 
 
 def test_sglang_is_not_passed_off_as_tried() -> None:
@@ -560,12 +560,12 @@ def test_variables_that_this_vllm_lacks_are_named() -> None:
     given = {**GIVEN, "env": {"VLLM_RPC_TIMEOUT": "1", "NCCL_DEBUG": "version"}}
     given["decode_env"] = {"VLLM_ATTENTION_BACKEND": "FLASHINFER"}
 
-    def said(version: str) -> list[str]:
+    def unknown(version: str) -> list[str]:
         notes = engine_warnings(scenario("vllm", options={**given, "version": version}))
         return [note.split()[0] for note in notes if "has no effect" in note]
 
-    assert (said("0.13.0"), said("0.15.1")) == ([], ["VLLM_ATTENTION_BACKEND"])
-    assert said("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
+    assert (unknown("0.13.0"), unknown("0.15.1")) == ([], ["VLLM_ATTENTION_BACKEND"])
+    assert unknown("0.33.0+cu130") == ["VLLM_ATTENTION_BACKEND", "VLLM_RPC_TIMEOUT"]
     (flag,) = given_up(given["decode_env"], "0.33.0")
     assert "removed it in 0.15.1" in flag
     assert "--attention-backend" in flag

@@ -131,9 +131,9 @@ def by_source(metrics: Metrics, source: str) -> float | None:
     if metrics.total("vllm:prompt_tokens_by_source_total") is not None:
         return metrics.total("vllm:prompt_tokens_by_source_total", source=source)
     here = metrics.total("vllm:prefix_cache_hits_total") or 0.0
-    told = metrics.total("vllm:external_prefix_cache_hits_total") or 0.0
+    hits = metrics.total("vllm:external_prefix_cache_hits_total") or 0.0
     whole = metrics.total("vllm:prompt_tokens_total") or 0.0
-    return {"external_kv_transfer": told, "local_cache_hit": here, "local_compute": whole - told - here}[
+    return {"external_kv_transfer": hits, "local_cache_hit": here, "local_compute": whole - hits - here}[
         source
     ]
 

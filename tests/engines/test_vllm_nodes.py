@@ -20,7 +20,7 @@ from kvbench.hosts.nics.choice import are_rdma
 from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.channel import PipeChannel
 from kvbench.launchers.agents.remote import RemoteLauncher
-from kvbench.planning.gpu_dealing import far_device_env
+from kvbench.planning.gpu_dealing import remote_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs
 from kvbench.planning.scenario_files import registry
@@ -159,14 +159,14 @@ def test_arguments_of_one_instance() -> None:
 
 
 def test_each_host_gives_its_share_of_the_gpus() -> None:
-    env = far_device_env(parsed(), nixl(parsed()))
+    env = remote_device_env(parsed(), nixl(parsed()))
     assert {name: variables["CUDA_VISIBLE_DEVICES"] for name, variables in env.items()} == {
         "prefill-0": "0,1,2,3", "prefill-0-node1": "0,1,2,3", "prefill-1": "0,1,2,3",
         "prefill-1-node1": "0,1,2,3", "decode-0": "0,1,2,3,4,5,6,7",
     }  # fmt: skip
     wide = parsed(tensor_parallel_size=32)
     with pytest.raises(InputError, match=r"nixl needs 16 GPUs \(prefill 1 × 16\), and the devices of host a"):
-        far_device_env(wide, nixl(wide))
+        remote_device_env(wide, nixl(wide))
 
 
 def test_planned_ports_have_one_for_the_meeting() -> None:
@@ -200,7 +200,7 @@ def test_sglang_over_hosts() -> None:
     assert len(first.group_ports) == 7  # attention DP binds six more
     assert "--nnodes" not in found["decode-0"].argv
     assert found["decode-0"].env["SGLANG_HOST_IP"] == "x"
-    env = far_device_env(scenario, nixl(scenario))
+    env = remote_device_env(scenario, nixl(scenario))
     assert env["prefill-0-node1"]["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     with pytest.raises(InputError, match="data-parallel ranks do not span hosts"):
         specs(parsed(**given, prefill={"data_parallel_size": 2}))
@@ -242,7 +242,7 @@ def test_the_commands_are_printed_for_each_host(tmp_path: Path) -> None:
     assert done.out.count("--headless") == 2
 
 
-def told(output: str) -> tuple[list[str], dict[str, str]]:
+def argv_and_env(output: str) -> tuple[list[str], dict[str, str]]:
     """Arguments of a ``vllm`` that prints its own, and what of its environment is not this process's."""
     argv, env = json.loads(output.splitlines()[-1])
     mere = {"PATH", "PWD", "OLDPWD", "SHLVL", "_", "TMPDIR", "KVBENCH_RUN_TAG", "PYTHONUNBUFFERED"}
@@ -284,9 +284,9 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
             launcher = RemoteLauncher(
                 {host: agent}, scenario.deployment.roles.host_of, "printed", tmp_path / "logs"
             )
-            process = launcher.with_env(far_device_env(scenario, planned)).start(specs[name])
+            process = launcher.with_env(remote_device_env(scenario, planned)).start(specs[name])
             wait_until(lambda process=process: process.poll() is not None)
-            ran = told(process.log_path.read_text())
+            ran = argv_and_env(process.log_path.read_text())
         finally:
             agent.close()
         by_hand = subprocess.run(
@@ -294,7 +294,7 @@ def test_what_is_printed_is_what_an_agent_runs(tmp_path: Path) -> None:
             env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        assert told(by_hand.stdout) == ran
+        assert argv_and_env(by_hand.stdout) == ran
         _, env = ran
         assert env["NCCL_DEBUG"] == f"of {host}"
         assert (env["UCX_NET_DEVICES"], env["NCCL_SOCKET_IFNAME"]) == ("data0,data1", "=data0,data1")
@@ -322,11 +322,11 @@ def test_nics_are_what_their_host_says(tmp_path: Path) -> None:
 
 def test_mooncake_does_not_read_the_hosts_nics() -> None:
     hosts = {n: {"address": f"10.0.0.{n}", "nics": ["mlx5_0"]} for n in "abcde"}
-    for options, said in (({}, 1), ({"device_name": "mlx5_0"}, 0), ({"protocol": "tcp"}, 0)):
+    for options, count in (({}, 1), ({"device_name": "mlx5_0"}, 0), ({"protocol": "tcp"}, 0)):
         multi = {"name": "multi", "first": "mooncake", "first_options": options}
         for asked in (["nixl", {"name": "mooncake", **options}], [multi]):
             warnings = engine_warnings(parsed(hosts=hosts, connectors=asked))
-            assert sum("not the hosts' nics (mlx5_0)" in warning for warning in warnings) == said
+            assert sum("not the hosts' nics (mlx5_0)" in warning for warning in warnings) == count
 
 
 def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
@@ -383,9 +383,9 @@ for argv in json.load(sys.stdin):
         timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [row[:3] for row in told] == [
+    argv_and_env = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [row[:3] for row in argv_and_env] == [
         [2, 0, "10.0.0.1"], [2, 1, "10.0.0.1"], [2, 0, "10.0.0.3"], [2, 1, "10.0.0.3"], [1, 0, "127.0.0.1"],
     ]  # fmt: skip
-    assert [row[3] for row in told] == [False, True, False, True, False]
-    assert all(row[4].items() >= extra.items() for row in told)
+    assert [row[3] for row in argv_and_env] == [False, True, False, True, False]
+    assert all(row[4].items() >= extra.items() for row in argv_and_env)

@@ -71,20 +71,20 @@ def server(tmp_path: Path) -> Path:
 
 
 def test_a_recorded_server(server: Path) -> None:
-    told = describe(server, environ={}, code=server)
-    assert told["kvbench"] == __version__
-    assert (told["hostname"], told["kernel"], told["os"]) == (
+    info = describe(server, environ={}, code=server)
+    assert info["kvbench"] == __version__
+    assert (info["hostname"], info["kernel"], info["os"]) == (
         "gpu-7",
         "6.8.0-40-generic",
         "Ubuntu 24.04.1 LTS",
     )
-    assert told["cpu"] == {
+    assert info["cpu"] == {
         "model": "Xeon 8480C", "cores": 2, "usable_cores": None, "numa_nodes": {"node0": "0", "node1": "1"},
         "cgroup_limit": 8.0, "governor": "performance, powersave",
     }  # fmt: skip
-    assert told["memory"] == {"total_bytes": 2113513540 * 1024, "available_bytes": 2_000_000_000 * 1024}
-    assert told["load_average"] == [0.5, 1.25, 2.0]
-    assert told["git"] is None
+    assert info["memory"] == {"total_bytes": 2113513540 * 1024, "available_bytes": 2_000_000_000 * 1024}
+    assert info["load_average"] == [0.5, 1.25, 2.0]
+    assert info["git"] is None
 
 
 def test_nics(server: Path) -> None:
@@ -138,28 +138,28 @@ def test_a_cgroup_path_that_climbs_out_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_an_empty_machine_is_all_null_and_raises_nothing(tmp_path: Path) -> None:
-    told = describe(tmp_path, environ={}, code=tmp_path)
-    assert told["hostname"] is told["os"] is told["kernel"] is told["git"] is told["load_average"] is None
-    assert told["nics"] == told["rdma"] == []
-    assert told["cpu"]["model"] is told["memory"]["total_bytes"] is None
+    info = describe(tmp_path, environ={}, code=tmp_path)
+    assert info["hostname"] is info["os"] is info["kernel"] is info["git"] is info["load_average"] is None
+    assert info["nics"] == info["rdma"] == []
+    assert info["cpu"]["model"] is info["memory"]["total_bytes"] is None
 
 
 def test_unreadable_files_are_null(server: Path) -> None:
     (server / "proc/sys/kernel/hostname").unlink()
     (server / "proc/sys/kernel/hostname").mkdir()
     (server / "proc/loadavg").write_bytes(b"\xff\xfe garbage")
-    told = describe(server, environ={}, code=server)
-    assert told["hostname"] is None
-    assert told["load_average"] is None
+    info = describe(server, environ={}, code=server)
+    assert info["hostname"] is None
+    assert info["load_average"] is None
 
 
 def test_this_machine_in_json() -> None:
-    told = json.loads(json.dumps(describe(), allow_nan=False))
-    assert told["cpu"]["cores"] >= 1
-    assert told["memory"]["total_bytes"] > 0
-    assert "lo" in {nic["name"] for nic in told["nics"]}
-    assert told["libraries"]["numpy"]
-    assert load_average() == pytest.approx(told["load_average"], abs=50)
+    info = json.loads(json.dumps(describe(), allow_nan=False))
+    assert info["cpu"]["cores"] >= 1
+    assert info["memory"]["total_bytes"] > 0
+    assert "lo" in {nic["name"] for nic in info["nics"]}
+    assert info["libraries"]["numpy"]
+    assert load_average() == pytest.approx(info["load_average"], abs=50)
 
 
 def test_attempt_costs_nothing_but_the_answer() -> None:

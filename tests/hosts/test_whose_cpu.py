@@ -34,8 +34,8 @@ print(json.dumps({
     "foreign_is_other": foreign in names,
     "mine_is_other": mine.pid in names,
     "tested_is_other": foreign in {pid for pid, _ in tested.others},
-    "own": after.own_cpu_s - before.own_cpu_s,
-    "with_tested": tested.own_cpu_s - after.own_cpu_s,
+    "own": after.run_cpu_s - before.run_cpu_s,
+    "with_tested": tested.run_cpu_s - after.run_cpu_s,
     "busy": host_figures(before, after).busy_share,
 }))
 """
@@ -49,13 +49,13 @@ def test_a_burner_of_ours_is_ours_and_another_s_is_another_s() -> None:
             done = subprocess.run(command, capture_output=True, check=True, timeout=90)
         finally:
             foreign.kill()
-    told = json.loads(done.stdout)
-    assert told["foreign_is_other"]
-    assert not told["mine_is_other"]
-    assert not told["tested_is_other"]  # a server of somebody else's that is under test is no disturbance
-    assert told["own"] >= 0.3
-    assert told["with_tested"] >= 0.3
-    assert told["busy"] > 0
+    result = json.loads(done.stdout)
+    assert result["foreign_is_other"]
+    assert not result["mine_is_other"]
+    assert not result["tested_is_other"]  # a server of somebody else's that is under test is no disturbance
+    assert result["own"] >= 0.3
+    assert result["with_tested"] >= 0.3
+    assert result["busy"] > 0
 
 
 def reading(pid: int, parent: int, session: int, cpu_s: float = 0.0) -> procfs.ProcessReading:

@@ -61,7 +61,7 @@ def nothing_outside(place: Path) -> Iterator[None]:
     assert not Path("escaped").exists()
 
 
-def said(error: KvbenchError) -> None:
+def require_readable(error: KvbenchError) -> None:
     """An error that a user can read: in words, in lines that fit a screen, with an exit code of ours."""
     assert error.message
     assert error.exit_code in (1, 2)
@@ -83,7 +83,7 @@ def test_a_scenario_is_planned_or_refused(tmp_path_factory: pytest.TempPathFacto
             assert Path(name).name == name
             assert not name.startswith(".")
     except KvbenchError as error:
-        said(error)
+        require_readable(error)
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_trace_is_read_or_refused_in_words(tmp_path_factory: pytest.TempPathFa
             request.input_len > 0 and request.output_len > 0 and request.offset_s >= 0 for request in requests
         )
     except KvbenchError as error:
-        said(error)
+        require_readable(error)
 
 
 # --- results of other tools --------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_any_file_is_imported_or_refused(tmp_path_factory: pytest.TempPathFactor
         try:
             source = importing.read(path, name)
         except KvbenchError as error:
-            said(error)
+            require_readable(error)
             continue
         if name is None:
             with nothing_outside(place):
@@ -186,7 +186,7 @@ def test_a_damaged_run_folder_is_reported_or_refused(sample: Path, name: str, da
             write_report(folder, ("md", "csv", "json"))
             render_terminal(run, Console(file=io.StringIO()))
         except KvbenchError as error:
-            said(error)
+            require_readable(error)
 
 
 REPLACEMENTS = ("folder", "link", "pipe", "empty", "cut", "huge", "loop")
@@ -225,7 +225,7 @@ def test_whatever_lies_in_a_file_s_place_is_said(sample: Path, tmp_path: Path, k
                 for file in write_report(folder, ("md", "csv", "json")):
                     assert "not part of the run" not in file.read_text()
             except KvbenchError as error:
-                said(error)
+                require_readable(error)
         assert secret.read_text() == "not part of the run"
 
 

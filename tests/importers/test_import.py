@@ -153,9 +153,9 @@ def test_failed_runs_of_a_sweep_are_said(tmp_path: Path) -> None:
     (folder / "run=2.failure.json").write_text(json.dumps({"error": "server died"}))
     reading = importers.get("vllm_sweep").read(tmp_path / "sweep")
     assert len(reading.rows) == 1
-    said = " ".join(problem.said() for problem in reading.problems)
-    assert "run=1.json" in said
-    assert "server died" in said
+    text = " ".join(problem.message() for problem in reading.problems)
+    assert "run=1.json" in text
+    assert "server died" in text
 
 
 @pytest.mark.parametrize("kept", [18, 30, 45])
@@ -175,9 +175,9 @@ def test_unknown_figures_and_strange_lines_in_a_block(tmp_path: Path) -> None:
     text = text.replace("Failed requests: ", "Wasted watts: 12\n警告:磁盘已满\nFailed requests: ", 1)
     reading = read_text(tmp_path, "vllm_serve", text)
     assert reading.serving[0].unknown == {"Wasted watts": "12"}
-    said = {problem.line: problem.text for problem in reading.problems}
-    assert "警告" in said[17]
-    assert "Wasted watts" in said[14]
+    messages = {problem.line: problem.text for problem in reading.problems}
+    assert "警告" in messages[17]
+    assert "Wasted watts" in messages[14]
 
 
 def test_blocks_behind_a_prefix_and_with_windows_line_ends(tmp_path: Path) -> None:
@@ -225,12 +225,12 @@ def test_lines_count_as_in_an_editor_and_progress_bars_are_written_over(tmp_path
 )
 def test_no_order_of_lines_invents_a_figure(lines: list[str]) -> None:
     for block in vllm_result.blocks(lines):
-        told = lines[block.line - 1 : block.last_line]
+        block_lines = lines[block.line - 1 : block.last_line]
         for name, value in block.figures.items():
             assert any(
                 vllm_result.figure_name(line.partition(":")[0].strip()) == name
                 and base.number(line.partition(":")[2]) == value
-                for line in told
+                for line in block_lines
             )
 
 
@@ -390,10 +390,10 @@ def test_transfers_become_a_run_that_reads_back(tmp_path: Path) -> None:
 # --- the run folder --------------------------------------------------------------------------------
 def test_the_manifest_tells_where_all_comes_from(tmp_path: Path) -> None:
     run = imported(tmp_path / "results", RECORDED / "vllm/serve.log")
-    told = run.manifest["imported"]
-    (file,) = told["files"]
+    origin = run.manifest["imported"]
+    (file,) = origin["files"]
     assert (file["name"], file["format"], file["tool"]) == ("serve.log", "vllm_serve", "vllm bench serve")
-    assert (told["rows"], told["missing"]) == (2, {"connector": 2})
+    assert (origin["rows"], origin["missing"]) == (2, {"connector": 2})
     assert run.manifest["seed"] is None
     assert str(tmp_path) not in json.dumps([run.manifest, run.plan, run.environment])
     for trial in run.other_trials:
@@ -420,7 +420,7 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
 
 
 # --- trouble ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("content", "said"), [
+@pytest.mark.parametrize(("content", "message"), [
     (b"", "no result of a known tool in its 1 lines"),
     (b"hello\nworld\n", "line 1 is 'hello'"),
     (b"\x00\x01\x02\xff" * 100, "this is not text"),
@@ -431,12 +431,12 @@ def test_files_of_one_name_are_told_apart(tmp_path: Path) -> None:
     (b'{"benchmarks": 3, "x": "time_to_first_token_ms", "time_to_first_token_ms": 1}',
      "no list of benchmarks"),
 ])  # fmt: skip
-def test_what_is_nothing_is_said_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_what_is_nothing_is_said_with_its_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.txt"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
         importing.read(path)
-    assert said in caught.value.message
+    assert message in caught.value.message
     assert not (tmp_path / "results").exists()
 
 

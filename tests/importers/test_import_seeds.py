@@ -104,9 +104,9 @@ def test_the_notes_say_who_how_and_on_what(tmp_path: Path) -> None:
     }  # fmt: skip
     scripts = [trial.engine["settings"]["script_request_rate"] for trial in run.other_trials]
     assert scripts == [75, 70, 65, 60, 45, 57, 57, 57, 56, 30]
-    told = run.manifest["imported"]
-    assert told["about"]["slo"] == {"ttft_ms": 5000.0, "tpot_ms": 50.0}
-    assert told["about"]["without_results"] == [{"connector": "nccl", "line": 1016, "says": "待定"}]
+    origin = run.manifest["imported"]
+    assert origin["about"]["slo"] == {"ttft_ms": 5000.0, "tpot_ms": 50.0}
+    assert origin["about"]["without_results"] == [{"connector": "nccl", "line": 1016, "says": "待定"}]
     assert [gpu["name"] for gpu in run.environment["gpus"]] == ["H200"] * 16
     assert run.plan["model"] == "Qwen3-30B-A3B-Instruct-2507"
     assert source(run.other_trials[0])["version"] == "0.13.0"
@@ -144,12 +144,12 @@ def test_every_cell_of_the_page(tmp_path: Path, where: str) -> None:
     for trial in run.other_trials:
         line = source(trial)["line"]
         *setting, nics = lines[line - 1].split()[: -len(COLUMNS)]
-        told = held[line] | {{"tp": "tp", "qps": "rate"}.get(setting[0], "in"): int(setting[-1])}
+        expected = held[line] | {{"tp": "tp", "qps": "rate"}.get(setting[0], "in"): int(setting[-1])}
         settings = trial.engine["settings"]
         assert (trial.cell.input_len, trial.request_rate, settings["tp"]) == (
-            told["in"],
-            told["rate"],
-            told["tp"],
+            expected["in"],
+            expected["rate"],
+            expected["tp"],
         )
         assert (trial.cell.connector, trial.cell.output_len) == ("mooncake", 6)
         if nics == "TCP":
@@ -165,12 +165,12 @@ def test_every_cell_of_the_page(tmp_path: Path, where: str) -> None:
 
 
 def test_the_page_quotes_its_tables_twice_and_one_row_stands_twice(tmp_path: Path) -> None:
-    told = run_of(tmp_path, "pr10884.txt").manifest["imported"]
-    repeated = [(table["line"], table["repeats_line"]) for table in told["about"]["repeated_tables"]]
+    origin = run_of(tmp_path, "pr10884.txt").manifest["imported"]
+    repeated = [(table["line"], table["repeats_line"]) for table in origin["about"]["repeated_tables"]]
     assert repeated == [(240, 95), (253, 108), (269, 124), (292, 95), (305, 108), (321, 124)]
-    (twice,) = told["left_out"]
+    (twice,) = origin["left_out"]
     assert (twice["line"], "line 115" in twice["why"]) == (131, True)
-    assert told["missing"]["num_prompts"] == told["missing"]["failed"] == 33
+    assert origin["missing"]["num_prompts"] == origin["missing"]["failed"] == 33
 
 
 def test_a_quote_that_differs_is_said(tmp_path: Path) -> None:
@@ -180,9 +180,9 @@ def test_a_quote_that_differs_is_said(tmp_path: Path) -> None:
     path = tmp_path / "page.txt"
     path.write_text("\n".join(lines), encoding="utf-8")
     reading = importers.get("pr10884").read(path)
-    said = {problem.line: problem.text for problem in reading.problems}
-    assert "differs from its first appearance at line 98" in said[295]
-    assert "does not have 16 figures" in said[111]
+    messages = {problem.line: problem.text for problem in reading.problems}
+    assert "differs from its first appearance at line 98" in messages[295]
+    assert "does not have 16 figures" in messages[111]
     assert len(reading.rows) == 9 + 12
 
 

@@ -28,14 +28,14 @@ def checked(**row: Any) -> tuple[ServingRow, str]:
     """A row after the check, and what was said of it."""
     reading = Imported([ServingRow(HERE, **row)])
     keep_plausible(reading)
-    return reading.serving[0], " ".join(problem.said() for problem in reading.problems)
+    return reading.serving[0], " ".join(problem.message() for problem in reading.problems)
 
 
 def one(name: str) -> tuple[ServingRow, str]:
     """The one row of a recorded file, and what was said of it."""
     reading = importing.read(WRITTEN / name).reading
     (row,) = reading.serving
-    return row, " ".join(problem.said() for problem in reading.problems)
+    return row, " ".join(problem.message() for problem in reading.problems)
 
 
 def run_of(tmp_path: Path, name: str) -> Path:
@@ -43,27 +43,27 @@ def run_of(tmp_path: Path, name: str) -> Path:
 
 
 def test_a_first_token_after_0_ms_was_not_measured() -> None:
-    row, said = one("zero-ttft.log")
+    row, text = one("zero-ttft.log")
     assert not [name for name in row.figures if name.endswith(("ttft_ms", "itl_ms"))]
     assert row.figures["completed"] == 100
     assert {"mean_ttft_ms", "p99_itl_ms"} <= set(row.missing) & set(row.refused)
-    assert "TTFT of 0 ms was not measured" in said
+    assert "TTFT of 0 ms was not measured" in text
 
 
 def test_a_negative_latency_is_left_out_with_all_of_its_kind() -> None:
-    row, said = checked(
+    row, text = checked(
         figures={"completed": 10, "mean_ttft_ms": 50.0, "mean_tpot_ms": -12.3, "p99_tpot_ms": 9.0}
     )
     assert row.figures == {"completed": 10, "mean_ttft_ms": 50.0}
-    assert "TPOT of -12.3 ms is impossible" in said
+    assert "TPOT of -12.3 ms is impossible" in text
     assert row.refused["p99_tpot_ms"] == "TPOT of -12.3 ms is impossible"
 
 
 def test_a_first_token_after_the_end_of_the_answer_is_impossible() -> None:
-    row, said = one("ttft-above-e2el.log")
+    row, text = one("ttft-above-e2el.log")
     assert not [name for name in row.figures if name.endswith(("ttft_ms", "e2el_ms"))]
     assert row.figures["mean_tpot_ms"] == 12.31
-    assert "TTFT above E2EL" in said
+    assert "TTFT above E2EL" in text
 
 
 def test_what_may_be_true_stays() -> None:
@@ -73,16 +73,16 @@ def test_what_may_be_true_stays() -> None:
         "completed": 10, "failed": 0, "request_goodput": 0.0, "mean_ttft_ms": 50.01, "mean_e2el_ms": 50.0,
         "std_ttft_ms": 0.0, "mean_itl_ms": 4.0, "median_itl_ms": 0.0,
     }  # fmt: skip
-    row, said = checked(figures=dict(figures))
-    assert (row.figures, said, row.refused) == (figures, "", {})
+    row, text = checked(figures=dict(figures))
+    assert (row.figures, text, row.refused) == (figures, "", {})
 
 
 def test_rates_and_counts_of_0_beside_completed_requests_were_not_measured() -> None:
     figures = {"completed": 10, "output_throughput": 0.0, "peak_concurrent_requests": 0, "failed": -1}
-    row, said = checked(figures=figures)
+    row, text = checked(figures=figures)
     assert row.figures == {"completed": 10}
-    assert "output_throughput" in said
-    assert "failed below 0" in said
+    assert "output_throughput" in text
+    assert "failed below 0" in text
 
 
 @pytest.mark.parametrize("name", ["vllm/serve.log", "vllm/result.json", "aiperf", "guidellm/benchmarks.json"])
@@ -111,10 +111,10 @@ def test_a_requested_length_that_is_far_from_the_mean_gives_way_to_it() -> None:
 
 def test_a_run_in_which_all_requests_failed_is_reported_and_compared(tmp_path: Path) -> None:
     folder = run_of(tmp_path, "all-failed.json")
-    row, said = one("all-failed.json")
+    row, text = one("all-failed.json")
     assert row.figures["completed"] == 0
     assert not [name for name in row.figures if name.endswith("_ms")]
-    assert "no request was completed" in said
+    assert "no request was completed" in text
     for command in (["report", str(folder)], ["compare", str(folder), str(folder)]):
         done = CliRunner().invoke(app, command)
         assert done.exit_code == 0, done.output

@@ -119,15 +119,15 @@ def test_what_the_cluster_lacks_is_told_within_the_deadline(lab: RayLab) -> None
 
 
 def test_what_is_in_use_is_waited_for(lab: RayLab) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     holding = [sys.executable, "-c", OWNER, lab.address, "holds"]
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"up\n"
         with pytest.raises(LaunchError, match="in use"):
-            RayNodesOf(options(lab, wait_s=3), "waits", told.append).__enter__()
+            RayNodesOf(options(lab, wait_s=3), "waits", messages.append).__enter__()
         holder.stdin.close()
         holder.wait(60)
-    assert told
+    assert messages
     with RayNodesOf(options(lab), "waits") as nodes:
         assert nodes.hosts["decode"] == ("dec0",)
 
@@ -185,9 +185,9 @@ def test_kv_moves_between_the_nodes_by_the_real_libraries(
     # The libraries are in kvbench's own environment, whose Python the agents can have.
     python = Path(__file__).resolve().parents[2] / ".venv" / "bin" / "python"
     asking = f"from kvbench import transfer; print(transfer.get({connector!r}).check() or '')"
-    said = subprocess.run([python, "-c", asking], capture_output=True, text=True, timeout=60, check=True)
-    if said.stdout.strip():
-        pytest.skip(said.stdout.strip())
+    done = subprocess.run([python, "-c", asking], capture_output=True, text=True, timeout=60, check=True)
+    if done.stdout.strip():
+        pytest.skip(done.stdout.strip())
     sets = ("--set", f"connectors=[{connector}]", "--set", f"deployment.ray.python={python}")
     assert "tcp" in whole_trial(run(tmp_path, on(lab), *sets))["engine"]["transport"]
 

@@ -157,7 +157,7 @@ def test_a_scenario_names_its_launcher_and_what_it_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (('deployment.slurm={"nodes": 2}',), "deployment.slurm is for launcher: slurm"),
         ((SLURM, "deployment.ray={}"), "deployment.ray is for launcher: ray"),
@@ -166,6 +166,6 @@ def test_a_scenario_names_its_launcher_and_what_it_needs() -> None:
         ((SLURM, 'deployment.slurm={"partitoin": "x"}'), "partition"),
     ],
 )
-def test_a_scenario_that_mixes_launchers_is_refused(settings: tuple[str, ...], told: str) -> None:
-    with pytest.raises(ScenarioError, match=told):
+def test_a_scenario_that_mixes_launchers_is_refused(settings: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
         resolve(CliOptions(overrides=settings))

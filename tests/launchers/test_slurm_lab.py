@@ -56,8 +56,8 @@ def agent(tag: str) -> str:
 
 
 def test_each_role_gets_the_node_that_its_constraint_names(lab: SlurmLab) -> None:
-    told: list[str] = []
-    with SlurmJob(options(**BY_ROLE), (1, 1), "roles", told.append) as job:
+    notes: list[str] = []
+    with SlurmJob(options(**BY_ROLE), (1, 1), "roles", notes.append) as job:
         assert (job.hosts, job.address("pre0")) == (HOSTS, "127.0.0.1")
         for node in ("pre0", "dec0"):
             channel = job.channel(node, 'echo "$SLURMD_NODENAME"; exec cat')
@@ -102,12 +102,12 @@ def test_the_environment_stays_here_but_for_what_is_named(
 
 
 def test_a_job_that_waits_tells_why_and_is_cancelled_in_time(lab: SlurmLab) -> None:
-    told: list[str] = []
+    notes: list[str] = []
     with SlurmJob(options(exclusive=True), (1, 1), "first"):
         with pytest.raises(LaunchError, match=r"is pending: .*it is cancelled"):
-            SlurmJob(options(exclusive=True, pending_timeout_s=4), (1, 1), "second", told.append).__enter__()
+            SlurmJob(options(exclusive=True, pending_timeout_s=4), (1, 1), "second", notes.append).__enter__()
         assert "kvbench-second" not in lab.call("squeue", "--noheader", "--format=%j")
-    assert any("Resources" in words or "Priority" in words for words in told)
+    assert any("Resources" in words or "Priority" in words for words in notes)
 
 
 def test_ctrl_c_cancels_a_job_that_waits(lab: SlurmLab) -> None:

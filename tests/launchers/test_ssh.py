@@ -237,11 +237,11 @@ def test_each_nic_reaches_the_one_of_its_place(hosts: Hosts) -> None:
     reach = connector(lambda host: scenario.deployment.hosts[host].ssh, connections)
     with Fleet(scenario.deployment, f"nics-{os.getpid()}", reach, connections.close) as fleet:
         fleet.require()
-        told = measure_nics(scenario, fleet)
-    assert list(told) == [
+        links = measure_nics(scenario, fleet)
+    assert list(links) == [
         ("a/data0", "b/data0"), ("a/ssh0", "b/ssh0"), ("b/data0", "a/data0"), ("b/ssh0", "a/ssh0"),
     ]  # fmt: skip
-    assert all(link["bytes_per_s"] > 0 and link["rtt_s"] > 0 for link in told.values()), told
+    assert all(link["bytes_per_s"] > 0 and link["rtt_s"] > 0 for link in links.values()), links
 
 
 def test_gids_are_shown_and_a_port_without_one_is_warned_of() -> None:
@@ -289,10 +289,10 @@ class Notes(Silent):
     """Keeps what is noted."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.texts: list[str] = []
 
     def note(self, text: str, *, caveat: bool = False) -> None:
-        self.said.append(text)
+        self.texts.append(text)
 
 
 @needs_hosts
@@ -316,7 +316,7 @@ def test_a_sweep_over_three_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert (run.path / "logs" / "tcp" / "prefill-0.log").stat().st_size > 0
     written_plan = json.loads((run.path / "plan.json").read_text())
     assert written_plan["processes"]["tcp"]["decode-0"]["spec"]["host"] == hosts.data_address("b")
-    assert f"listen on {hosts.data_address('a')}" in "".join(notes.said)
+    assert f"listen on {hosts.data_address('a')}" in "".join(notes.texts)
     assert str(hosts.key.read_text()) not in (run.path / "scenario.yaml").read_text()
     assert tagged_processes(run) == []
     assert [list((hosts.folder / "work" / name).iterdir()) for name in "abc"] == [[], [], []]
@@ -372,9 +372,9 @@ def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: 
 def test_a_frozen_process_on_a_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
     running = Running("launch", str(written(hosts, tmp_path, ["tcp"])))
     try:
-        told = running.wait_for("decode-0")
+        message = running.wait_for("decode-0")
         running.wait_for("Ctrl-C")
-        pid = int(told.rpartition("pid ")[2].rstrip(")\n"))
+        pid = int(message.rpartition("pid ")[2].rstrip(")\n"))
         os.kill(pid, signal.SIGSTOP)
         done = running.finish()
     finally:
@@ -434,8 +434,8 @@ def test_what_runs_is_listed_and_stopped_and_hosts_are_looked_at(hosts: Hosts, t
     running = Running("launch", str(path))
     try:
         running.wait_for("Ctrl-C")
-        told = kvbench("ps", str(path), env={"COLUMNS": "250"}).out
-        (tag,) = {word for word in told.split() if word.startswith("launch-") and tagged(word)}
+        printed = kvbench("ps", str(path), env={"COLUMNS": "250"}).out
+        (tag,) = {word for word in printed.split() if word.startswith("launch-") and tagged(word)}
         assert len(tagged(tag)) >= 8
         stopped = kvbench("stop", "--run", tag, str(path))
         assert "process(es) ended" in stopped.out

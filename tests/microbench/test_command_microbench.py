@@ -90,7 +90,7 @@ def test_every_backend_is_known_to_the_matrix() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         ({"backend": "pigeon"}, "unknown transfer backend 'pigeon'"),
         ({"block_size": "4 apples"}, "is not a size"),
@@ -109,9 +109,9 @@ def test_every_backend_is_known_to_the_matrix() -> None:
         ({"backend": "tcp", "block_size": "64G"}, "its buffers need"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(given: dict[str, Any], told: str) -> None:
+def test_bad_input_is_refused_before_anything_starts(given: dict[str, Any], message: str) -> None:
     options = MicrobenchOptions(**given)
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=message):
         ask(options, lambda: MOVERS, MicrobenchPlaces.of(options))
 
 
@@ -153,11 +153,11 @@ def test_a_run_is_measured_stored_reported_and_compared(tmp_path: Path) -> None:
     assert f"compared with {run.run_id}" in again.out
     assert "tcp, write 64 KiB × 4:" in again.out
     second = the_run(tmp_path / "second")
-    told = json.loads((second.path / "tables" / "comparison.json").read_text())
-    assert told["runs"] == [run.run_id, second.run_id]
-    assert len(told["rows"]) == 8
+    table = json.loads((second.path / "tables" / "comparison.json").read_text())
+    assert table["runs"] == [run.run_id, second.run_id]
+    assert len(table["rows"]) == 8
     assert all(
-        row["before_gb_per_s"] and row["after_gb_per_s"] for row in told["rows"] if row["backend"] == "tcp"
+        row["before_gb_per_s"] and row["after_gb_per_s"] for row in table["rows"] if row["backend"] == "tcp"
     )
     as_csv = second.path / "tables" / "comparison.csv"
     printed = io.StringIO()

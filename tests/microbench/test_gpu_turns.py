@@ -56,8 +56,8 @@ def with_driver(folder: Path, gpus: int, code: str) -> str:
 
 @pytest.mark.parametrize(("gpus", "turns"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (8, [0, 1, 2])])
 def test_a_turn_is_a_gpu_of_those_that_are_there(driver: Path, gpus: int, turns: list[int]) -> None:
-    said = with_driver(driver, gpus, "print([memory.gpu_of_turn(turn) for turn in range(3)])")
-    assert said.strip() == str(turns)
+    printed = with_driver(driver, gpus, "print([memory.gpu_of_turn(turn) for turn in range(3)])")
+    assert printed.strip() == str(turns)
 
 
 def test_without_a_gpu_it_is_refused(driver: Path) -> None:
@@ -76,9 +76,9 @@ print(memory.difference(buffer, layout, [0, 1, 2], content, [0, 2, 1]))
 print(len(str(memory.allocate("cuda", 3 << 19, 1).address)) > 0)
 memory.allocate("cuda", 3 << 19, 0)
 """
-    said = with_driver(driver, 2, code)
-    assert said.startswith("''\nregion 0, block 1: byte 0 is not what was sent\nTrue\n")
-    assert "does not fit into GPU 0: 1,048,576 bytes are free" in said
+    printed = with_driver(driver, 2, code)
+    assert printed.startswith("''\nregion 0, block 1: byte 0 is not what was sent\nTrue\n")
+    assert "does not fit into GPU 0: 1,048,576 bytes are free" in printed
 
 
 def case(**given: Any) -> Case:

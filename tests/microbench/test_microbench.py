@@ -109,11 +109,11 @@ def test_threads_fan_in_fan_out_and_regions_are_verified_too() -> None:
 def test_cases_of_one_kind_share_their_workers_and_others_do_not() -> None:
     seen: list[set[int]] = []
 
-    def told(index: int, case: Case, stage: str) -> None:
+    def on_stage(index: int, case: Case, stage: str) -> None:
         if stage == "measuring":
             seen.append({process.pid for process in workers()})
 
-    rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), on_stage=told)
+    rows_of(WRITE, replace(READ, block_bytes=65536), replace(WRITE, initiators=2), on_stage=on_stage)
     assert seen[0] == seen[1]
     assert (len(seen[0]), len(seen[2])) == (2, 3)
     assert not seen[2] & seen[0]
@@ -139,8 +139,8 @@ def test_bytes_that_went_elsewhere_are_told() -> None:
     wrong = Side(nics=({"name": "eth77", "address": "127.0.0.1"},))
     (row,) = rows_of(replace(WRITE, nics=1), initiator=wrong, target=wrong)
     assert row.status == "ok"
-    told = {warning.kind: warning for warning in row.warnings}
-    assert "lo" in told["bytes_elsewhere"].message
+    warnings = {warning.kind: warning for warning in row.warnings}
+    assert "lo" in warnings["bytes_elsewhere"].message
 
 
 # What cannot be, and what goes wrong: an error row, and the next case goes on
@@ -163,7 +163,7 @@ def timed(cases: Iterable[TransferRecord], fault: Seen) -> list[TransferRecord]:
     rows = []
     for row in cases:
         if not rows:
-            fault.told(row.error)
+            fault.check(row.error)
         rows.append(row)
     return rows
 
@@ -171,13 +171,13 @@ def timed(cases: Iterable[TransferRecord], fault: Seen) -> list[TransferRecord]:
 def at_measuring(of: str, number: signal.Signals, fault: Seen) -> Callable[[int, Case, str], None]:
     """Send a signal to the worker of a role when the first case is about to be measured."""
 
-    def told(index: int, case: Case, stage: str) -> None:
+    def on_stage(index: int, case: Case, stage: str) -> None:
         if index == 0 and stage == "measuring":
             (process,) = workers(of)
             process.send_signal(number)
             fault.struck()
 
-    return told
+    return on_stage
 
 
 @pytest.mark.fault("side_killed")
@@ -208,7 +208,7 @@ def test_a_transfer_that_never_ends_has_a_deadline(fault: Seen) -> None:
     rows = rows_of(replace(WRITE, backend="endless"))
     fault.struck()
     rows += rows_of(replace(WRITE, backend="stuck"))
-    fault.told(rows[1].error)
+    fault.check(rows[1].error)
     assert "did not end within 0.5 s" in rows[0].error
     assert "the initiator gave no answer to run" in rows[1].error
 
@@ -372,7 +372,7 @@ def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
     rows = []
     with lab:
 
-        def told(index: int, case: Case, stage: str) -> None:
+        def on_stage(index: int, case: Case, stage: str) -> None:
             if index == 0 and stage == "measuring":
                 place(lab, kind, 0, "20mbit" if kind == "slow" else "")
                 fault.struck()
@@ -380,7 +380,7 @@ def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
         ours, theirs = (Side(prefix=tuple(lab.prefix(x)), nics=tuple(lab.nics(x))) for x in "AB")
         settings = replace(QUICK, nic_gb_per_s=lab.line_rate_gb_per_s, lab=lab.describe(), call_s=3.0)
         case = replace(WRITE, nics=1, block_bytes=1 << 18)
-        for row in run_cases([case, replace(case, op="read")], ours, theirs, settings, on_stage=told):
+        for row in run_cases([case, replace(case, op="read")], ours, theirs, settings, on_stage=on_stage):
             if not rows:
                 after_s = fault.elapsed_s
                 heal(lab, kind, 0)
@@ -388,8 +388,8 @@ def test_a_nic_that_fails_while_it_is_measured(key: str, fault: Seen) -> None:
     if kind == "slow":
         assert rows[0].verified, rows[0].error
         assert rows[0].gb_per_s < rows[1].gb_per_s / 3
-        fault.told(f"{rows[0].gb_per_s:.4f} GB/s", after_s)
+        fault.check(f"{rows[0].gb_per_s:.4f} GB/s", after_s)
     else:
         assert (rows[0].status, rows[0].gb_per_s) == ("error", None)
-        fault.told(rows[0].error, after_s)
+        fault.check(rows[0].error, after_s)
     assert rows[1].verified, rows[1].error

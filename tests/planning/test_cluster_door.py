@@ -139,11 +139,11 @@ def test_the_time_of_what_is_left_out_is_not_counted() -> None:
         return line
 
     assert time_of(done.out) == f"{time_of(whole)}, without lmcache"
-    told = json.loads(
+    document = json.loads(
         invoke("plan", "quickstart", "--connector", "aggregated", "--connector", "lmcache", "--json").out
     )
-    assert set(told["left_out"]) == {"lmcache"}
-    assert told["obstacles"] == []
+    assert set(document["left_out"]) == {"lmcache"}
+    assert document["obstacles"] == []
 
 
 def test_the_busiest_process_has_each_stream_on_both_sides() -> None:

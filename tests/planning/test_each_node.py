@@ -55,16 +55,16 @@ def problems(engine: str, specs: Mapping[str, ProcessSpec]) -> list[str]:
     """Every value that is not the process's own host's."""
     found, given = [], Counter[tuple[str, str]]()
     for name, (host, gpus) in WHERE.items():
-        spec, own = specs[name], HOSTS[host]
+        spec, machine = specs[name], HOSTS[host]
         env = {**nic_env(spec.nics, rdma=True), **spec.env}
-        wanted = dict.fromkeys(ADDRESSES[engine], own["address"])
-        wanted |= {"OF": host, "NCCL_IB_HCA": "=" + ",".join(own["nics"])}
-        wanted["UCX_NET_DEVICES"] = ",".join(f"{nic}:1" for nic in own["nics"])
+        wanted = dict.fromkeys(ADDRESSES[engine], machine["address"])
+        wanted |= {"OF": host, "NCCL_IB_HCA": "=" + ",".join(machine["nics"])}
+        wanted["UCX_NET_DEVICES"] = ",".join(f"{nic}:1" for nic in machine["nics"])
         found += [f"{name}: {key} {env.get(key)}" for key, value in wanted.items() if env.get(key) != value]
-        if (bound := spec.argv[spec.argv.index("--host") + 1]) != own["address"] or spec.host != bound:
+        if (bound := spec.argv[spec.argv.index("--host") + 1]) != machine["address"] or spec.host != bound:
             found.append(f"{name}: --host {bound}, started on {spec.host}")
         visible = env.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if len(visible) != gpus or not set(visible) <= set(map(str, own["devices"])):
+        if len(visible) != gpus or not set(visible) <= set(map(str, machine["devices"])):
             found.append(f"{name}: GPUs {visible}")
         given.update((host, gpu) for gpu in visible)
     return [*found, *(f"{host}: GPU {gpu} twice" for (host, gpu), count in given.items() if count > 1)]
@@ -91,7 +91,7 @@ def bound_to(address: str) -> Callable[[ProcessSpec], ProcessSpec]:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "told"),
+    ("name", "wrong", "expected"),
     [
         ("prefill-0-node1", env(VLLM_HOST_IP="10.0.0.1"), ["VLLM_HOST_IP"]),
         ("prefill-0-node1", env(VLLM_HOST_IP=None), ["VLLM_HOST_IP"]),
@@ -110,9 +110,9 @@ def bound_to(address: str) -> Callable[[ProcessSpec], ProcessSpec]:
     ],
 )
 def test_each_mistake_is_seen(
-    name: str, wrong: Callable[[ProcessSpec], ProcessSpec], told: list[str]
+    name: str, wrong: Callable[[ProcessSpec], ProcessSpec], expected: list[str]
 ) -> None:
     specs = placed("vllm", "0.33.0", "nixl")
     found = problems("vllm", {**specs, name: wrong(specs[name])})
-    assert len(found) == len(told), found
-    assert all(word in text for word, text in zip(sorted(told), sorted(found), strict=True)), found
+    assert len(found) == len(expected), found
+    assert all(word in text for word, text in zip(sorted(expected), sorted(found), strict=True)), found

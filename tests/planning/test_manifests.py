@@ -103,9 +103,9 @@ def test_names_that_processes_are_told_are_services_with_those_ports() -> None:
     }
     configs = of_kind(documents, "ConfigMap")
     router = json.loads(configs["quickstart-mooncake-router"]["data"]["router.json"])
-    told = [server["url"] for server in (*router["prefill"], *router["decode"])]
-    assert len(told) == 2
-    for url in told:
+    urls = [server["url"] for server in (*router["prefill"], *router["decode"])]
+    assert len(urls) == 2
+    for url in urls:
         name, _, port = url.removeprefix("http://").partition(":")
         assert int(port) in ports[name]
     prefill = json.loads(configs["quickstart-mooncake-prefill-0"]["data"]["prefill-0.json"])
@@ -257,7 +257,7 @@ def test_files_that_a_process_is_told_of_are_mounted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["image"], "must be NAME=VALUE"),
         (["nope=1"], "known are: image"),
@@ -265,10 +265,10 @@ def test_files_that_a_process_is_told_of_are_mounted() -> None:
         (["model-mount=relative"], "model_mount"),
     ],
 )
-def test_wrong_options_are_refused_with_what_is_known(words: list[str], told: str) -> None:
+def test_wrong_options_are_refused_with_what_is_known(words: list[str], message: str) -> None:
     with pytest.raises(InputError) as caught:
         options_from(words)
-    assert told in f"{caught.value.message} {caught.value.hint}"
+    assert message in f"{caught.value.message} {caught.value.hint}"
 
 
 def test_what_cannot_be_rendered_is_told() -> None:

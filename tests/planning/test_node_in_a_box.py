@@ -13,7 +13,7 @@ from pathlib import Path
 import hgx
 import pytest
 from commands import invoke
-from recorded_vllm import arguments, bound_ports, config_problems, said, versions
+from recorded_vllm import arguments, bound_ports, config_problems, recorded, versions
 
 from kvbench import connectors
 from kvbench.core.plan.plan import DeploymentPlan
@@ -39,7 +39,7 @@ UNEQUAL = (
 BOUNDARIES = ("0.10.2", "0.11.0", "0.11.1", "0.13.0", "0.15.1", "0.16.0", "0.33.0")
 """Releases before and after which other ranks bind ports, and the newest."""
 CASES = [(version, ()) for version in versions()] + [(version, UNEQUAL) for version in BOUNDARIES]
-OWN_ENV = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"}
+KVBENCH_ENV = {"VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"}
 """Set for all releases with P2pNcclConnector; the earlier ones add nothing to ids that could be disabled."""
 
 
@@ -105,16 +105,16 @@ def test_a_release_takes_every_word_of_a_scenario(
         assert isinstance(options, VllmOptions)
         users = options.environment("prefill", 0)
         # What a scenario passes on word for word is for the release that it names.
-        own = load_scenario(name)[0].deployment.engine_options
-        passed = set() if own == options else {f"--{key}" for key in options.engine_args}
+        original = load_scenario(name)[0].deployment.engine_options
+        passed = set() if original == options else {f"--{key}" for key in options.engine_args}
         taken: Counter[tuple[str, int]] = Counter()
         for spec in engines_of(specs):
             given, wrong = arguments(spec.argv, version)
             wrong = [problem for problem in wrong if problem.partition(":")[0] not in passed]
             if config := given.get("--kv-transfer-config"):
                 wrong += config_problems(json.loads(config), version)
-            ours = {key for key in spec.env if key.startswith("VLLM_")} - users.keys() - OWN_ENV
-            wrong += sorted(ours - said("env", version).keys())
+            ours = {key for key in spec.env if key.startswith("VLLM_")} - users.keys() - KVBENCH_ENV
+            wrong += sorted(ours - recorded("env", version).keys())
             wrong += address_problems(spec)
             assert not wrong, (planned.label, spec.name)
             taken.update((given["--host"], port) for port in bound_ports(given, spec.env, version))
@@ -138,7 +138,7 @@ def test_connectors_plan_the_ports_that_the_sources_bind(version: str) -> None:
     counts = {"rank": 8, "data rank": 2, "instance": 1}
     variables = {"nixl": "VLLM_NIXL_SIDE_CHANNEL_PORT", "mooncake": "VLLM_MOONCAKE_BOOTSTRAP_PORT"}
     for name, variable in variables.items():
-        who = said("ports", version).get(variable)
+        who = recorded("ports", version).get(variable)
         try:
             profile = connectors.get(name).profile(version)
         except InputError:
@@ -173,15 +173,15 @@ def test_commands_for_two_other_hosts_are_printed_here(ports: str, node: Path) -
     assert "--host 10.0.0.2" in done.out.replace("\\\n    ", "")
 
 
-@pytest.mark.parametrize(("gpus", "told"), [(8, False), (1, True)])
-def test_printed_commands_that_want_more_gpus_than_are_here_say_so(gpus: int, told: bool, node: Path) -> None:
+@pytest.mark.parametrize(("gpus", "warn"), [(8, False), (1, True)])
+def test_printed_commands_that_want_more_gpus_than_are_here_say_so(gpus: int, warn: bool, node: Path) -> None:
     """They may be for another machine; but GPU 1 of one is none."""
     hgx.write_smi(node, gpus)
     path = node / "pair.yaml"
     path.write_text(PAIR)
     done = invoke("launch", str(path), "--print").succeeded("CUDA_VISIBLE_DEVICES=1")
     note = "# note: nixl needs 2 GPUs (prefill 1 × 1, decode 1 × 1), and this host has 1: "
-    assert (note in done.out) == told, done.out
+    assert (note in done.out) == warn, done.out
 
 
 PAIR = """
@@ -200,8 +200,8 @@ def two_hosts() -> Iterator[dict[str, str]]:
     """Address → network namespace: the scenarios' two nodes, with a cable between them."""
     if not may_use_netns():
         pytest.skip("two hosts as namespaces need root with CAP_NET_ADMIN and CAP_SYS_ADMIN")
-    ip, own = tool("ip"), os.getpid() % 100_000
-    names = {"10.0.0.1": f"kvn{own}a", "10.0.0.2": f"kvn{own}b"}
+    ip, number = tool("ip"), os.getpid() % 100_000
+    names = {"10.0.0.1": f"kvn{number}a", "10.0.0.2": f"kvn{number}b"}
     with ExitStack() as made:
         try:
             for name in names.values():
@@ -265,7 +265,7 @@ def test_all_servers_of_a_scenario_stand_beside_each_other_on_two_hosts(
                 started.append(process)
                 places += [f"{given['--host']}:{port}" for port in bound_ports(given, spec.env, version)]
             for process in started:
-                assert process.stdout.readline().startswith("ready"), _said(process)
+                assert process.stdout.readline().startswith("ready"), _killed_stderr(process)
             for namespace in two_hosts.values():
                 look = [tool("ip"), "netns", "exec", namespace, sys.executable, "-c", LOOK, *places]
                 done = subprocess.run(look, capture_output=True, text=True, timeout=30, check=False)
@@ -277,7 +277,7 @@ def _ended(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=10)
 
 
-def _said(process: subprocess.Popen[str]) -> str:
+def _killed_stderr(process: subprocess.Popen[str]) -> str:
     time.sleep(0.1)
     process.kill()
     return process.communicate(timeout=10)[1][-1000:]

@@ -85,7 +85,7 @@ def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:
             assert f"{name}: kvbench {__version__} in {work}/venv" in done.stdout.replace("\n", "")
             assert not (work / "wheels").exists()
             where = [f"{work}/venv/bin/python", "-I", "-c", "import kvbench, numpy; print(kvbench.__file__)"]
-            told = subprocess.run(where, cwd="/", capture_output=True, text=True, check=True)
-            assert told.stdout.startswith(str(work))
+            located = subprocess.run(where, cwd="/", capture_output=True, text=True, check=True)
+            assert located.stdout.startswith(str(work))
         looked = kvbench("doctor", "--hosts", str(path)).succeeded()
         assert looked.out.count(f"kvbench {__version__}, Python {sys.version.split()[0]}") == 2

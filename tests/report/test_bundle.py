@@ -106,12 +106,12 @@ def archive(planted: Path) -> Path:
 
 def test_nothing_that_was_planted_is_left_in_any_file(archive: Path) -> None:
     assert all(value in LINE for value in PLANTED.values())
-    own = [name for name in (socket.gethostname(), getpass.getuser()) if name != "root" and len(name) > 2]
+    names = [name for name in (socket.gethostname(), getpass.getuser()) if name != "root" and len(name) > 2]
     for name, text in everything(archive):
         for what, value in PLANTED.items():
             assert value.lower() not in text.lower(), f"{what} is in {name}"
             assert value.lower() not in name.lower(), f"{what} is the name {name}"
-        for secret in ("plainsecret", "plainsecret2", *HOSTS, *own):
+        for secret in ("plainsecret", "plainsecret2", *HOSTS, *names):
             assert secret not in text, f"{secret} is in {name}"
 
 

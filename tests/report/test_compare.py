@@ -130,12 +130,12 @@ def test_one_run_with_its_requests_gives_intervals_of_that_run(tmp_path: Path) -
 
 
 def test_runs_that_are_not_comparable_need_force_and_are_marked(tmp_path: Path, notes: RunFolder) -> None:
-    mine = listed_rates(tmp_path, 1)
+    listed = listed_rates(tmp_path, 1)
     with pytest.raises(InputError, match="not comparable"):
-        printed([mine.path, notes.path])
+        printed([listed.path, notes.path])
     for name in ("terminal", "md", "latex"):
-        assert "NOT COMPARABLE" in printed([mine.path, notes.path], force=True, format=name)
-    data = json.loads(printed([mine.path, notes.path], force=True, format="json"))
+        assert "NOT COMPARABLE" in printed([listed.path, notes.path], force=True, format=name)
+    data = json.loads(printed([listed.path, notes.path], force=True, format="json"))
     assert any(line.startswith("model:") for line in data["not_comparable"])
 
 
@@ -177,9 +177,9 @@ def test_searched_rates_stand_with_their_interval(tmp_path: Path) -> None:
     "asked", [CompareOptions(by="colour"), CompareOptions(sort=("colour",)), CompareOptions(format="xls")]
 )
 def test_unknown_axes_and_formats_are_named(notes: RunFolder, asked: CompareOptions) -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         compare.command([notes.path], asked, Console(file=io.StringIO()))
-    assert "there are:" in (told.value.hint or "")
+    assert "there are:" in (caught.value.hint or "")
 
 
 def test_a_run_without_any_load_says_so(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_prometheus_lines_are_well_formed_and_each_metric_is_told_once(run: RunF
 
 
 def test_figures_are_the_summarys_in_seconds(run: RunFolder) -> None:
-    told = {
+    p99_s = {
         (sample.labels["connector"], sample.labels["input_len"]): sample.value
         for sample in samples(run)
         if sample.metric.name == "ttft_seconds" and sample.labels["statistic"] == "p99"
@@ -61,7 +61,7 @@ def test_figures_are_the_summarys_in_seconds(run: RunFolder) -> None:
         for row in summary_table(run)
         if row.values["ttft_ms_p99"] is not None
     }
-    assert told == {key: pytest.approx((value or 0) / 1e3) for key, value in rows.items()}
+    assert p99_s == {key: pytest.approx((value or 0) / 1e3) for key, value in rows.items()}
     refused = [row for row in summary_table(run) if row.answer.max_request_rate is None]
     assert refused
     rates = {
@@ -92,22 +92,22 @@ def test_csv_opens_in_a_spreadsheet(run: RunFolder) -> None:
 
 
 def test_read_in_rows_are_exported_by_their_trial(notes: RunFolder) -> None:
-    mine = [
+    points = [
         sample
         for sample in samples(notes)
         if sample.metric.name == "offered_ttft_seconds" and sample.labels["statistic"] == "mean"
     ]
-    assert (len(mine), mine[0].value) == (10, pytest.approx(3.79844))
-    assert mine[0].labels["request_rate"] == "80"
+    assert (len(points), points[0].value) == (10, pytest.approx(3.79844))
+    assert points[0].labels["request_rate"] == "80"
 
 
 def test_to_a_file_and_unknown_formats(run: RunFolder, tmp_path: Path) -> None:
     file = tmp_path / "run.prom"
     command(run.path, "prometheus", file, Console(file=io.StringIO()))
     assert file.read_text() == FORMATS["prometheus"](run)
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         command(run.path, "xml", None, Console(file=io.StringIO()))
-    assert "otel-json" in (told.value.hint or "")
+    assert "otel-json" in (caught.value.hint or "")
 
 
 def test_names_of_others_cannot_break_a_line(tmp_path: Path) -> None:

@@ -187,12 +187,12 @@ def test_a_share_is_100_only_when_it_is_all(value: float | None, text: str) -> N
 # --- who is ahead --------------------------------------------------------------------------------
 def test_rates_are_ordered_only_where_that_is_almost_sure() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 12.0, 12.6), row("c", 12.3, 12.8)]
-    told = {(pair.ahead, pair.behind): pair for pair in rate_pairs(rows)}
-    assert (told["c", "b"].ratio, told["b", "a"].sure) == (None, pytest.approx(1.0, abs=0.001))
+    pairs = {(pair.ahead, pair.behind): pair for pair in rate_pairs(rows)}
+    assert (pairs["c", "b"].ratio, pairs["b", "a"].sure) == (None, pytest.approx(1.0, abs=0.001))
     # ln(12.6 · 12 / 10.5 / 10) / 2 ± what √2 log-normals with 90 % in a range of 1.05 spread.
     low, high = (1.2 * 1.05 ** (sign * math.sqrt(2) / 2) for sign in (-1, 1))
-    assert (told["b", "a"].ratio, told["b", "a"].low) == (1.2, pytest.approx(low, rel=0.002))
-    assert told["b", "a"].high == pytest.approx(high, rel=0.002)
+    assert (pairs["b", "a"].ratio, pairs["b", "a"].low) == (1.2, pytest.approx(low, rel=0.002))
+    assert pairs["b", "a"].high == pytest.approx(high, rel=0.002)
     assert ahead(rows) == [
         "1,024 in: c 1.23× a [1.19, 1.26]; b 1.20× a [1.16, 1.24]; no significant difference: c and b"
     ]
@@ -222,26 +222,26 @@ def test_the_posterior_of_a_search_is_what_decides_where_it_is_kept() -> None:
         (row_, [low + place * 0.02 for place in range(41)]) for row_, low in ((wide, 10.0), (narrow, 11.5))
     ]
     kept = [replace(row_, answer=replace(row_.answer, posterior=tuple(them))) for row_, them in rates]
-    (told,) = rate_pairs(kept)
-    assert (told.ahead, told.sure) == ("b", 1.0)
-    assert told.high == pytest.approx(12.3 / 10.0, rel=0.05)
+    (pair,) = rate_pairs(kept)
+    assert (pair.ahead, pair.sure) == ("b", 1.0)
+    assert pair.high == pytest.approx(12.3 / 10.0, rel=0.05)
 
 
 def test_a_search_that_its_trials_ended_takes_part_with_its_posterior() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 11.0, 13.0)]
-    ended = replace(rows[1].answer, sure=False, exhausted=True)
-    for low, told in ((11.0, "b"), (10.0, None)):
+    ended = replace(rows[1].answer, converged=False, exhausted=True)
+    for low, leader in ((11.0, "b"), (10.0, None)):
         answer = replace(ended, posterior=tuple(low + place * 0.05 for place in range(41)))
         (pair,) = rate_pairs([rows[0], replace(rows[1], answer=answer)])
-        assert (pair.ratio and pair.ahead) == told
-        assert pair.unconverged == (() if told else ("b",))
+        assert (pair.ratio and pair.ahead) == leader
+        assert pair.unconverged == (() if leader else ("b",))
     (pair,) = rate_pairs([rows[0], replace(rows[1], answer=replace(ended, exhausted=False))])
     assert (pair.ratio, pair.unconverged) == (None, ("b",))
 
 
 def test_a_search_of_invalid_trials_takes_no_part() -> None:
     rows = [row("a", 10.0, 10.5), row("b", 20.0, 20.5), row("c", 40.0, 40.5)]
-    rows = [rows[0], *(replace(row, answer=replace(row.answer, sure=False)) for row in rows[1:])]
+    rows = [rows[0], *(replace(row, answer=replace(row.answer, converged=False)) for row in rows[1:])]
     assert ahead(rows) == ["1,024 in: inconclusive: the searches of c and b did not converge"]
     assert all(pair.ratio is None for pair in rate_pairs(rows))
     table = by_input_len(rows)
@@ -249,12 +249,12 @@ def test_a_search_of_invalid_trials_takes_no_part() -> None:
     assert lead_text(rows) == (
         "At 1,024 tokens in, inconclusive: the searches of c and b did not converge (10.0 to 40.0 req/s)."
     )
-    two = [rows[0], replace(rows[1], answer=replace(rows[1].answer, sure=True)), rows[2]]
+    two = [rows[0], replace(rows[1], answer=replace(rows[1].answer, converged=True)), rows[2]]
     assert lead_text(two).endswith(
         "b is ahead: 2.00× a [1.92, 2.03], confidence 99 % (inconclusive: the search of c did not converge)."
     )
-    (said,) = searched(rows)
-    assert (said.kind, said.rule) == ("untold", "unconverged")
+    (statement,) = searched(rows)
+    assert (statement.kind, statement.rule) == ("untold", "unconverged")
     assert ahead(rows[:2]) == ["1,024 in: inconclusive: the search of b did not converge"]
     given = {"max_request_rate": None, "upper": 2.0, "status": "exhausted"}
     none = replace(rows[1], answer=read_answer(given))
@@ -275,8 +275,8 @@ def test_open_ended_and_missing_rates_are_compared_honestly() -> None:
         rate_pairs([row("a", 10.0, None, "at_least"), row("b", 4.0, 5.0)])[0].text() == "a at least 2.00× b"
     )
     assert rate_pairs([row("a", 4.0, None, "at_least"), row("b", 10.0, 11.0)])[0].ratio is None
-    told = rate_pairs([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
-    assert told.text() == "a sustains a rate, b none of the tested rates"
+    pair = rate_pairs([row("a", 4.0, 4.2), row("b", None, 0.5, "none")])[0]
+    assert pair.text() == "a sustains a rate, b none of the tested rates"
     assert rate_pairs([row("a", 4.0, 4.2), row("b", None, 8.0, "none")])[0].ratio is None
     assert rate_pairs([row("a", 4.0, 4.2), row("b", None, None, "refused")]) == []
 
@@ -288,15 +288,15 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1, 2)).map(lambda t: (t[0],
 @example(one=(2.0, 2.0), other=(1.0, 2.0))  # ends at the other's end, above which lie 5 %
 @example(one=(2.0, 2.0), other=(2.0, 2.0))
 def test_an_order_is_claimed_where_almost_sure(one: tuple[float, float], other: tuple[float, float]) -> None:
-    (told,) = rate_pairs([row("a", *one), row("b", *other)])
-    high, low = (one, other) if told.ahead == "a" else (other, one)
-    (mine, my_spread), (others, their_spread) = map(log_normal, (high, low))
+    (pair,) = rate_pairs([row("a", *one), row("b", *other)])
+    high, low = (one, other) if pair.ahead == "a" else (other, one)
+    (mean, my_spread), (others, their_spread) = map(log_normal, (high, low))
     spread = math.hypot(my_spread, their_spread)
-    sure = NormalDist().cdf((mine - others) / spread) if spread else float(mine > others)
+    sure = NormalDist().cdf((mean - others) / spread) if spread else float(mean > others)
     slack = 0.03  # 41 rates stand for a posterior: one of them is 2.4 %
-    if told.ratio is not None:
+    if pair.ratio is not None:
         assert sure > AHEAD - slack
-        assert 0.99 < told.low <= told.ratio <= told.high
+        assert 0.99 < pair.low <= pair.ratio <= pair.high
     else:
         assert sure < AHEAD + slack or high[0] == low[0]  # of equal rates none is ahead
 
@@ -363,12 +363,12 @@ def test_the_screen_counts_the_warnings_that_the_page_lists(full: RunFolder, spe
         console = Console(file=io.StringIO(), width=100)
         render_terminal(run, console, writer="screen")
         assert isinstance(console.file, io.StringIO)
-        (said,) = re.findall(r"report \((\w+) warnings?\):", console.file.getvalue())
+        (count,) = re.findall(r"report \((\w+) warnings?\):", console.file.getvalue())
         blocks = [block for section in build(run, writers=("html",)).sections for block in section.blocks]
         listed = [block for block in blocks if block.title.startswith("Warnings (")]
         counts.append(sum(len(block.notes) for block in listed))
-        assert [block.title for block in listed] == ([f"Warnings ({said})"] if said != "no" else [])
-        assert counts[-1] == (int(said) if said != "no" else 0)
+        assert [block.title for block in listed] == ([f"Warnings ({count})"] if count != "no" else [])
+        assert counts[-1] == (int(count) if count != "no" else 0)
         caveats = [note for block in blocks if block.title.startswith("Caveats (") for note in block.notes]
         assert not [note for block in listed for note in block.notes if note in caveats]  # none twice
     assert counts[1] > 1
@@ -400,9 +400,9 @@ def test_a_warning_counts_the_trials_that_it_does_not_list(full: RunFolder) -> N
         for trial in full.trials
     ]
     warned_run = replace(full, trials=trials)
-    (said,) = (warning.text for warning in gate_warnings(warned_run, summary_table(full)))
-    assert said.endswith("; also 3 other trials, 1 of them invalid): late")
-    assert said.count(" at ") == 1
+    (text,) = (warning.text for warning in gate_warnings(warned_run, summary_table(full)))
+    assert text.endswith("; also 3 other trials, 1 of them invalid): late")
+    assert text.count(" at ") == 1
 
 
 def test_gates_that_saw_nothing_are_named_once_for_all_that_lack_the_same(full: RunFolder) -> None:

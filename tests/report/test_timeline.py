@@ -205,12 +205,12 @@ def test_the_command_joins_all_processes_of_a_trial(traced: Path) -> None:
     assert list(pids) == ["client", "router", "prefill-0", "decode-0"]
     assert any(event["ph"] == "s" for event in events)
     request = next(event["args"]["request"] for event in events if event["ph"] == "X")
-    mine = {(e["pid"], e["name"]): e for e in events if e["ph"] == "X" and e["args"]["request"] == request}
-    sent = mine[pids["client"], "sent to first token"]
+    slices = {(e["pid"], e["name"]): e for e in events if e["ph"] == "X" and e["args"]["request"] == request}
+    sent = slices[pids["client"], "sent to first token"]
     # One clock: what the router and the engines did for a request lies inside what its client saw.
     for pid, name in ((pids["router"], "prefill call"), (pids["prefill-0"], "prefill step")):
-        assert sent["ts"] <= mine[pid, name]["ts"] <= sent["ts"] + sent["dur"]
-    assert mine[pids["decode-0"], "decode"]["ts"] <= mine[pids["client"], "request"]["ts"] + 60_000_000
+        assert sent["ts"] <= slices[pid, name]["ts"] <= sent["ts"] + sent["dur"]
+    assert slices[pids["decode-0"], "decode"]["ts"] <= slices[pids["client"], "request"]["ts"] + 60_000_000
 
 
 def test_another_trial_can_be_named_and_a_wrong_name_is_told(traced: Path) -> None:

@@ -68,16 +68,16 @@ def words_of(command: str) -> list[str]:
     return shlex.split(OURS.sub("", command.partition("  #")[0]).partition(" > ")[0].partition(" | ")[0])
 
 
-OWN = sorted({(page, line) for page in PAGES for line in commands(page) if OURS.match(line)})
+COMMANDS = sorted({(page, line) for page in PAGES for line in commands(page) if OURS.match(line)})
 OTHERS = sorted({(page, line) for page in PAGES for line in commands(page) if not OURS.match(line)})
 
 
 def test_the_documents_have_commands() -> None:
-    assert len(OWN) > 40
-    assert {"README.md", "docs/ssh.md", "docs/vllm.md", "docs/install.md"} <= {page for page, _ in OWN}
+    assert len(COMMANDS) > 40
+    assert {"README.md", "docs/ssh.md", "docs/vllm.md", "docs/install.md"} <= {page for page, _ in COMMANDS}
 
 
-@pytest.mark.parametrize(("page", "command"), OWN, ids=lambda value: value.replace("docs/", "")[:60])
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=lambda value: value.replace("docs/", "")[:60])
 def test_each_command_is_there_and_takes_its_options(page: str, command: str) -> None:
     words = words_of(command)
     depth = 2 if words[0] in ("lab", "hosts") else 1
@@ -129,13 +129,13 @@ def test_the_doors_stand_as_they_are(tmp_path: Path) -> None:
         f"host {host} is unreachable" for host in "pd"
     ]
     slurm = (tmp_path / name).read_text()
-    said = re.search(r"`launcher: slurm` and `(slurm: \{.*?\})`", " ".join(README.split()))
+    match = re.search(r"`launcher: slurm` and `(slurm: \{.*?\})`", " ".join(README.split()))
     kept = [
         line for line in slurm.splitlines() if not re.match(r"  (launcher|hosts|roles):|    [pd]: ", line)
     ]
     at = kept.index("deployment:") + 1
     (tmp_path / "slurm.yaml").write_text(
-        "\n".join([*kept[:at], "  launcher: slurm", f"  {said[1]}", *kept[at:]])
+        "\n".join([*kept[:at], "  launcher: slurm", f"  {match[1]}", *kept[at:]])
     )
     done = bare("kvbench plan slurm.yaml", tmp_path)
     assert done.returncode == 2, done.stderr
@@ -189,11 +189,11 @@ def test_scenarios_named_in_examples_exist() -> None:
 
 def _strangers() -> re.Pattern[str]:
     """This checkout's own path, and the hosts of the package registries that this machine is set to."""
-    told = [value for name, value in os.environ.items() if "INDEX" in name and "://" in value]
+    sources = [value for name, value in os.environ.items() if "INDEX" in name and "://" in value]
     for place in ("/etc/pip.conf", "~/.pip/pip.conf", "~/.config/pip/pip.conf"):
         with contextlib.suppress(OSError):
-            told.append(Path(place).expanduser().read_text())
-    hosts = set(re.findall(r"https?://(?:[^/@\s]*@)?([^/:\s]+)", "\n".join(told))) - {
+            sources.append(Path(place).expanduser().read_text())
+    hosts = set(re.findall(r"https?://(?:[^/@\s]*@)?([^/:\s]+)", "\n".join(sources))) - {
         "localhost",
         "127.0.0.1",
     }

@@ -61,20 +61,20 @@ def _judge(outcome: Outcome, key: str, fault: Seen) -> None:
     assert one.result.hint
     if refused:
         assert [trial.verdict for trial in one.trials] == ["invalid"]
-    elif re.search(r"was killed|is frozen", FAULTS[key].said) and "loadgen" not in key:
+    elif re.search(r"was killed|is frozen", FAULTS[key].expected) and "loadgen" not in key:
         # No log says why, so all of them are quoted.
         others = {"router", "prefill-0", "decode-0"} - {f"{key.split('_')[0]}-0", key.split("_")[0]}
         assert all(f"\n  {name}: " in one.result.reason for name in others), one.result.reason
     # What was printed at the time is also what is kept.
     words = f"{one.result.reason} ({one.result.hint})"
-    assert re.search(FAULTS[key].said, " ".join(one.text().split())), one.text()
+    assert re.search(FAULTS[key].expected, " ".join(one.text().split())), one.text()
     first = next(seconds for seconds, line in one.lines if re.search(rf"{key}( failed|.* invalid)", line))
     # The next pair came up, and the last one, which nothing struck, was measured.
     assert one.next_began
     (well,) = struck["well"].trials
     assert well.summary["completed"] >= 50
     assert status == 1
-    fault.told(words, first)
+    fault.check(words, first)
 
 
 @pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.fault(key)) for key in QUICK])
@@ -127,7 +127,7 @@ def test_a_server_that_runs_and_answers_nothing_is_seen(launcher: LocalLauncher,
             watch.close()
     finally:
         launcher.stop([process], 0.1)
-    fault.told(caught.value.message)
+    fault.check(caught.value.message)
     assert "py-spy" in caught.value.hint
 
 
@@ -169,12 +169,12 @@ def test_a_flood_of_a_log_does_not_fill_the_disk(launcher: LocalLauncher, fault:
     data = process.log_path.read_bytes()
     assert data.startswith(b"the first line\n")
     assert data.endswith(b"the last line\n")
-    (said,) = re.findall(rb"\[kvbench: .* kept\]", data)
-    missing = int(re.search(rb"\d+", said)[0])  # type: ignore[index]
-    assert missing + size - len(said) - 2 == 160 * 1_000_000 + 29
+    (marker,) = re.findall(rb"\[kvbench: .* kept\]", data)
+    missing = int(re.search(rb"\d+", marker)[0])  # type: ignore[index]
+    assert missing + size - len(marker) - 2 == 160 * 1_000_000 + 29
     assert b"\0" not in data
     assert process.tail(1) == ["the last line"]
-    fault.told(said.decode())
+    fault.check(marker.decode())
 
 
 # Where the wall clock may be read in what measures: for dates that are told, and to put stamps of the kernel,
@@ -208,8 +208,8 @@ def _wall_clock_reads(path: Path) -> list[int]:
     found = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute):
-            whose = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
-            if node.attr in names.get(whose, ()):
+            owner = getattr(node.value, "id", "") or getattr(node.value, "attr", "")
+            if node.attr in names.get(owner, ()):
                 found.append(node.lineno)
         elif isinstance(node, ast.ImportFrom) and node.module == "time":
             found += [node.lineno for name in node.names if name.name in names["time"]]
@@ -245,10 +245,10 @@ def test_a_clock_that_is_set_moves_no_figure(step_s: int, read_ns: list[int], fa
     times = b"".join(
         struct.pack("=qqqq", *stamp, at_ns, sent_ns) for stamp, at_ns in zip(rows, read_ns, strict=True)
     )
-    told, *_ = arrivals(times, sent_ns, offset_ns)
-    came_ns = memoryview(told).cast("q")
+    arrived, *_ = arrivals(times, sent_ns, offset_ns)
+    came_ns = memoryview(arrived).cast("q")
     assert all(sent_ns - SLACK_NS <= came <= at_ns for came, at_ns in zip(came_ns, read_ns, strict=True))
-    fault.told("nothing, as only the monotonic clock is measured with")
+    fault.check("nothing, as only the monotonic clock is measured with")
 
 
 # What a server may answer
@@ -347,9 +347,9 @@ def test_what_a_server_answers_is_told_in_the_trial_s_line(
     assert trial.verdict in ("invalid", "missed")
     (well,) = [candidate for candidate in run.trials if candidate.cell.input_len == max(LENGTHS)]
     assert well.summary["completed"] == 10
-    assert re.search(FAULTS[key].said, " ".join(text.split()))
+    assert re.search(FAULTS[key].expected, " ".join(text.split()))
     assert trial.verdict in line
-    fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
+    fault.check(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
 # File systems that are full, in a mount namespace of their own
@@ -384,7 +384,7 @@ def _inside_small(
 def test_a_full_disk_is_told(tmp_path: Path, fault: Seen) -> None:
     words = ("bench", "quickstart", "--rate", "20", "--connector", "tcp", "--output", str(tmp_path))
     fault.struck()
-    fault.told(_in_small(str(tmp_path), "56k", *words, sets=EASY))
+    fault.check(_in_small(str(tmp_path), "56k", *words, sets=EASY))
 
 
 @pytest.mark.heavy
@@ -394,7 +394,7 @@ def test_full_shared_memory_is_told_by_doctor(tmp_path: Path, fault: Seen) -> No
     text = _in_small("/dev/shm", "64k", "doctor")
     (line,) = [row for row in text.splitlines() if "free in /dev/shm" in row]
     assert "warn" in line or "⚠" in line or "!" in line
-    fault.told(line)
+    fault.check(line)
 
 
 FILLED = """
@@ -426,11 +426,11 @@ def test_shared_memory_that_fills_up_in_a_trial_harms_nothing(tmp_path: Path, fa
     words = ("bench", "quickstart", "--rate", "20", "--connector", "tcp", "--output", str(results))
     sets = (*EASY, "search.trial_s=3", "search.min_requests=60")
     fault.struck()
-    told = _inside_small("/dev/shm", "1m", [sys.executable, "-c", FILLED, str(results)], words, sets)
-    assert "struck: No space left on device" in told
+    output = _inside_small("/dev/shm", "1m", [sys.executable, "-c", FILLED, str(results)], words, sets)
+    assert "struck: No space left on device" in output
     (trial,) = the_run(results).trials
-    assert trial.verdict == "met", told
-    fault.told(f"{trial.summary['completed']} of {trial.summary['sent']} requests completed", 0.0)
+    assert trial.verdict == "met", output
+    fault.check(f"{trial.summary['completed']} of {trial.summary['sent']} requests completed", 0.0)
 
 
 # NICs between P and D
@@ -487,7 +487,7 @@ def test_a_nic_between_prefill_and_decode_that_fails_in_a_trial(
     assert trial.verdict in ("invalid", "missed")
     # A pair that stands still has more than one gate against it; all of them are in the report.
     findings = sorted(trial.findings, key=lambda finding: finding.gate != "kv_failures")
-    fault.told("; ".join(dict.fromkeys([*(finding.message for finding in findings), trial.reason])), first)
+    fault.check("; ".join(dict.fromkeys([*(finding.message for finding in findings), trial.reason])), first)
 
 
 # A load generator without descriptors
@@ -508,8 +508,8 @@ def test_a_load_generator_without_descriptors_is_no_miss_of_the_server(tmp_path:
         )  # fmt: skip
     (trial,) = the_run(tmp_path / "r").trials
     assert trial.verdict == "invalid"
-    assert re.search(FAULTS["out_of_files_client"].said, " ".join((done.stdout + done.stderr).split()))
-    fault.told(f"{trial.verdict}: {trial.reason}", trial.duration_s)
+    assert re.search(FAULTS["out_of_files_client"].expected, " ".join((done.stdout + done.stderr).split()))
+    fault.check(f"{trial.verdict}: {trial.reason}", trial.duration_s)
 
 
 # The table

@@ -51,10 +51,10 @@ def deadline(seconds: float) -> Iterator[None]:
 def slow(pattern: re.Pattern[Any], methods: tuple[str, ...]) -> str:
     """A text that the pattern takes too long for; empty if none was found."""
     for text in pumped(pattern, LENGTH):
-        told: Any = text if isinstance(pattern.pattern, str) else text.encode("utf-8")
+        subject: Any = text if isinstance(pattern.pattern, str) else text.encode("utf-8")
         for method in methods:
             # Thrice where it is slow: on a busy machine, what is square may take too long once.
-            took = min(seconds(pattern, method, told))
+            took = min(seconds(pattern, method, subject))
             if took > LIMIT_S:
                 return f"{method} of {text[:20]!r}…{text[-20:]!r} ({took:.1f} s)"
     return ""

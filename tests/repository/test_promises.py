@@ -208,6 +208,6 @@ def test_an_audit_that_did_not_run_is_not_taken_for_a_clean_one(
     pinned = tmp_path / "constraints.txt"
     assert audit([str(tmp_path / "no-such-program")], pinned) == EXIT_NOT_RUN
     assert audit([sys.executable, "-c", "raise SystemExit('nobody answers')"], pinned) == EXIT_NOT_RUN
-    said = capsys.readouterr().err
-    assert "not run here: pip-audit ended with status" in said
-    assert "nobody answers" in said
+    printed = capsys.readouterr().err
+    assert "not run here: pip-audit ended with status" in printed
+    assert "nobody answers" in printed

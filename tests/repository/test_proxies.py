@@ -164,7 +164,7 @@ def test_who_needs_a_proxy_is_told_that_there_is_none(trap: Trap, monkeypatch: p
 
 
 # Whom our client believes
-class _Told(BaseHTTPRequestHandler):
+class _LoginEcho(BaseHTTPRequestHandler):
     """Answers what login it was sent."""
 
     def do_GET(self) -> None:
@@ -179,8 +179,8 @@ class _Told(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def told(context: ssl.SSLContext | None = None) -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Told)
+def login_echo(context: ssl.SSLContext | None = None) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _LoginEcho)
     if context is not None:
         server.socket = context.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever)
@@ -198,9 +198,9 @@ def test_a_login_in_netrc_is_sent_to_nobody(monkeypatch: pytest.MonkeyPatch, tmp
     (tmp_path / ".netrc").chmod(0o600)
     monkeypatch.setenv("NETRC", str(tmp_path / ".netrc"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    with told() as url, web.client() as client:
+    with login_echo() as url, web.client() as client:
         assert client.get(url).text == "none"
-    with told() as url, web.client(headers={"authorization": "Bearer k"}) as client:
+    with login_echo() as url, web.client(headers={"authorization": "Bearer k"}) as client:
         assert client.get(url).text == "Bearer k"
 
 
@@ -219,7 +219,7 @@ def test_a_certificate_authority_of_one_s_own_is_believed(
     (folder / f"{hashed.stdout.strip()}.0").write_text(Path(cert).read_text())
     for name in ("SSL_CERT_FILE", "SSL_CERT_DIR"):
         monkeypatch.delenv(name, raising=False)
-    with told(context) as url:
+    with login_echo(context) as url:
         with web.client() as client, pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             client.get(url)
         monkeypatch.setenv(variable, cert if variable == "SSL_CERT_FILE" else str(folder))
@@ -258,7 +258,7 @@ def test_a_started_process_reaches_its_deployment_without_the_proxy(trap: Trap, 
     made = process_specs(scenario, planned)
     assert {spec.beside for spec in made} == {("127.0.0.1", "localhost")}
     launcher = LocalLauncher("test-proxies", tmp_path / "logs", tmp_path / "specs")
-    with told() as url:
+    with login_echo() as url:
         asking = ProcessSpec("asking", (sys.executable, "-c", TRUSTING, url), beside=made[0].beside)
         process = launcher.start(asking)
         wait_until(lambda: process.poll() is not None, 20)
@@ -302,9 +302,9 @@ def breaches(tree: ast.AST) -> Iterator[str]:
 def test_one_module_alone_makes_clients() -> None:
     assert len(SOURCES) > 300
     found = {path.relative_to(ROOT).as_posix(): list(breaches(tree_of(path))) for path in SOURCES}
-    guilty = {name: told for name, told in found.items() if told}
+    guilty = {name: lines for name, lines in found.items() if lines}
     assert set(guilty) == {OUR_CLIENT, *FOREIGN}
-    assert [line for told in guilty.values() for line in told if "without" in line] == []
+    assert [line for lines in guilty.values() for line in lines if "without" in line] == []
 
 
 @pytest.mark.parametrize(

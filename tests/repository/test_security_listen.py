@@ -34,7 +34,7 @@ def listeners(pid: int) -> dict[str, str]:
                 words = " ".join(process.cmdline())
                 for address in _addresses(process.pid):
                     maps = Path(f"/proc/{process.pid}/maps").read_text()
-                    if maps and not _is_own(address):  # without maps it is ending
+                    if maps and not _is_local(address):  # without maps it is ending
                         found[address] = f"{words} {'with mooncake' if '/mooncake' in maps else ''}"
     return found
 
@@ -51,7 +51,7 @@ def _addresses(pid: int) -> Iterator[str]:
                 yield words[1]
 
 
-def _is_own(address: str) -> bool:
+def _is_local(address: str) -> bool:
     """Whether an address of /proc/net/tcp{,6} is one of the loopback device."""
     digits = bytes.fromhex(address.partition(":")[0])
     number = ip_address(b"".join(digits[at : at + 4][::-1] for at in range(0, len(digits), 4)))
@@ -68,10 +68,10 @@ def test_the_look_sees_who_listens_everywhere() -> None:
         assert process.stdout.readline() == b"up\n"
         assert list(listeners(process.pid))
         process.communicate(b"\n")
-    assert _is_own("0100007F:1F90")
-    assert _is_own("0000000000000000FFFF00000100007F:1F90")
-    assert not _is_own("00000000:1F90")
-    assert not _is_own("00000000000000000000000000000000:1F90")
+    assert _is_local("0100007F:1F90")
+    assert _is_local("0000000000000000FFFF00000100007F:1F90")
+    assert not _is_local("00000000:1F90")
+    assert not _is_local("00000000000000000000000000000000:1F90")
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
@@ -116,22 +116,22 @@ def test_transfer_processes_listen_on_loopback_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "own"),
+    ("host", "local"),
     [("127.0.0.1", True), ("127.3.2.1", True), ("localhost", True), ("0.0.0.0", False), ("10.1.2.3", False)],
 )
-def test_what_listens_elsewhere_says_so(host: str, own: bool) -> None:
+def test_what_listens_elsewhere_says_so(host: str, local: bool) -> None:
     scenario, _ = load_scenario("quickstart", [f"deployment.host={host}"])
-    said = [note for note in engine_warnings(scenario) if "any client of that address" in note]
-    assert is_loopback(host) is own
-    assert bool(said) is not own
-    assert own or host in said[0]
+    warnings = [note for note in engine_warnings(scenario) if "any client of that address" in note]
+    assert is_loopback(host) is local
+    assert bool(warnings) is not local
+    assert local or host in warnings[0]
 
 
 def test_the_doctor_says_what_a_library_does_against_our_will() -> None:
     if transfer.check("mooncake") is not None:
         pytest.skip("Mooncake is not installed")
-    said = {check.name: check.detail for check in connector_checks()}
-    assert said["connector mooncake"].endswith(KNOWN_LIMITS["mooncake"])
+    details = {check.name: check.detail for check in connector_checks()}
+    assert details["connector mooncake"].endswith(KNOWN_LIMITS["mooncake"])
     assert "all interfaces" in KNOWN_LIMITS["mooncake"]
     readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
     assert "Mooncake's TCP transport listens on all interfaces" in readme

@@ -25,7 +25,7 @@ BANNED_CALLS = {
     "asyncio.create_subprocess_shell",
 }  # fmt: skip
 # These unpickle objects unless told not to, by older releases' defaults or by a later change of them.
-TOLD_NOT_TO = {"np.load", "numpy.load"}
+NUMPY_LOADS = {"np.load", "numpy.load"}
 STARTS = {"run", "Popen", "call", "check_call", "check_output", "create_subprocess_exec"}
 
 
@@ -55,7 +55,7 @@ def _call(node: ast.Call) -> Iterator[str]:
     for name in ("shell", "allow_pickle"):
         if given.get(name, "False") != "False":
             yield f"line {node.lineno}: {name}={given[name]}"
-    if short in TOLD_NOT_TO and "allow_pickle" not in given:
+    if short in NUMPY_LOADS and "allow_pickle" not in given:
         yield f"line {node.lineno}: {called} without allow_pickle=False"
     # A command in one text would be split by somebody, sooner or later by a shell.
     if short.split(".")[0] in ("subprocess", "asyncio") and short.split(".")[-1] in STARTS and node.args:

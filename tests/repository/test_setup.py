@@ -211,9 +211,9 @@ def test_what_the_tests_cannot_have_is_said_and_not_tried_again(
         executable(bare / name)
     apt_get(bare, "echo E: no network; exit 100")
     setup_tests.set_up(force=False)
-    said = capsys.readouterr().out
-    assert "tests that need nft, sshd will be skipped: E: no network" in said
-    assert "apt-get install nftables openssh-server" in said
+    printed = capsys.readouterr().out
+    assert "tests that need nft, sshd will be skipped: E: no network" in printed
+    assert "apt-get install nftables openssh-server" in printed
     asked = (bare.parent / "asked").read_text()
     assert asked.splitlines()[1] == "update"
     setup_tests.set_up(force=False)
@@ -379,10 +379,8 @@ def test_what_was_skipped_for_want_of_what_stands_above_the_last_line(
     tmp_path: Path, workers: list[str]
 ) -> None:
     (tmp_path / "test_skips.py").write_text(SKIPS)
-    pytest_of_its_own = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-ra", *workers]
-    done = python_in(
-        tmp_path, *pytest_of_its_own, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}"
-    )
+    pytest_args = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-ra", *workers]
+    done = python_in(tmp_path, *pytest_args, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}")
     *before, asked, lacks, one, last = done.stdout.splitlines()
     assert asked == "not asked for: 1 tests that have make targets of their own (make help)"
     assert lacks == "skipped for want of what this machine lacks: 3 tests"

@@ -61,7 +61,7 @@ def folder(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
-def said(folder: Path) -> list[str]:
+def issues(folder: Path) -> list[str]:
     return [f"{damage.file}: {damage.what}" for damage in damages(folder)]
 
 
@@ -70,7 +70,7 @@ def files_of(folder: Path) -> list[str]:
 
 
 def test_a_run_is_as_it_was_written(whole: Path) -> None:
-    assert (said(whole), len(files_of(whole))) == ([], 8 + 12)
+    assert (issues(whole), len(files_of(whole))) == ([], 8 + 12)
 
 
 def test_every_byte_counts(folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_every_byte_counts(folder: Path) -> None:
         path.write_bytes(changed)
         assert {damage.file for damage in damages(folder)} == {name}, name
         path.write_bytes(before)
-    assert said(folder) == []
+    assert issues(folder) == []
 
 
 def test_every_file_counts(folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_every_file_counts(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["requests/t9.parquet", "telemetry/t9.parquet", "outputs.jsonl"])
 def test_a_file_more_is_found(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"{}\n")
-    assert said(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}does not belong to this run"]
+    assert issues(folder) == [f"{name}: {'line 1 ' if name.endswith('l') else ''}does not belong to this run"]
 
 
 def _removed(lines: list[bytes], place: int) -> list[bytes]:
@@ -123,7 +123,7 @@ def test_every_line_counts(
     """Also the last one of all: the run has said that it came to its end."""
     path = folder / name
     path.write_bytes(b"".join(edit(path.read_bytes().splitlines(keepends=True), place)))
-    (found,) = said(folder)
+    (found,) = issues(folder)
     assert found.startswith(f"{name}: ")
     if edit is _edited:
         assert found == f"{name}: line {place + 1} was changed since it was written"
@@ -134,7 +134,7 @@ def test_every_line_counts(
 def test_half_a_line_after_the_end_is_found(folder: Path) -> None:
     with (folder / "trials.jsonl").open("ab") as file:
         file.write(b'{"trial_id": ')
-    assert said(folder) == ["trials.jsonl: ends in an incomplete line"]
+    assert issues(folder) == ["trials.jsonl: ends in an incomplete line"]
 
 
 @pytest.mark.parametrize("place", [0, 7, -2, -1])
@@ -142,7 +142,7 @@ def test_lines_of_the_checksums_are_tied_to_each_other(folder: Path, place: int)
     lines = (folder / CHECKSUMS).read_bytes().splitlines(keepends=True)
     del lines[place]
     (folder / CHECKSUMS).write_bytes(b"".join(lines))
-    assert any(damage.startswith((CHECKSUMS, "manifest.json")) for damage in said(folder))
+    assert any(damage.startswith((CHECKSUMS, "manifest.json")) for damage in issues(folder))
 
 
 def test_what_is_damaged_is_said_in_words() -> None:
@@ -200,10 +200,10 @@ def test_no_kill_looks_like_an_edit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     while killed(monkeypatch, place, partial(anew, tmp_path / str(place))):
         folders = list((tmp_path / str(place)).glob("2*"))
         if folders:
-            assert said(folders[0]) == [], place
+            assert issues(folders[0]) == [], place
             for again in (1 + place // 2, 10_000):
                 killed(monkeypatch, again, partial(on, folders[0]))
-                assert said(folders[0]) == [], (place, again)
+                assert issues(folders[0]) == [], (place, again)
             assert load_run(folders[0]).manifest["status"] == "complete"
             assert len(load_run(folders[0]).trials) >= 3
         place += step
@@ -238,19 +238,19 @@ def test_what_was_not_written_is_no_damage(
     with pytest.raises(StoreError, match="No space left"):
         until_it_is_full(store)
     monkeypatch.undo()
-    assert (load_run(store.path).manifest["status"], said(store.path)) == ("failed", [])
+    assert (load_run(store.path).manifest["status"], issues(store.path)) == ("failed", [])
     with RunStore.reopen(store.path) as again:
         write(again, 1)
-    assert said(store.path) == []
+    assert issues(store.path) == []
 
 
 def test_a_run_under_way_is_no_edited_one(tmp_path: Path) -> None:
     with begun(tmp_path) as store:
         write(store)
-        assert said(store.path) == []
+        assert issues(store.path) == []
         for at in range(4):
             store.update(labels=[str(at)])
-            assert said(store.path) == []
+            assert issues(store.path) == []
 
 
 # --- older runs ------------------------------------------------------------------------------------
@@ -260,17 +260,17 @@ def test_what_an_older_kvbench_wrote_is_taken_as_it_is_found(folder: Path) -> No
     with RunStore.reopen(folder) as store:
         assert adopted(store.path)
         write(store, 6)
-    assert said(folder) == []
+    assert issues(folder) == []
     lines = (folder / "trials.jsonl").read_bytes()
     (folder / "trials.jsonl").write_bytes(lines.replace(b'"t1"', b'"t9"', 1))
-    assert said(folder) == ["trials.jsonl: line 2 was changed since it was written"]
+    assert issues(folder) == ["trials.jsonl: line 2 was changed since it was written"]
 
 
 def test_a_folder_that_cannot_be_read_is_said(folder: Path) -> None:
     (folder / "plan.json").unlink()
     (folder / "plan.json").symlink_to("/etc/passwd")
     with pytest.raises(StoreError, match=r"cannot be checked: .*link"):
-        said(folder)
+        issues(folder)
 
 
 def test_a_digest_is_of_the_bytes(tmp_path: Path) -> None:

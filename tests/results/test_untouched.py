@@ -95,10 +95,10 @@ def test_lost_requests_are_said_before_a_run_is_gone_on_with(sample: Path, tmp_p
     missing, cut, short = sorted((folder / "requests").glob("*.parquet"))[:3]
     missing.unlink()
     cut.write_bytes(cut.read_bytes()[:-50])
-    told = [trial.trial_id for trial in load_run(folder).trials].index(short.stem)
-    edit_rows(folder / "trials.jsonl", lambda trial: trial["summary"].update(sent=1000), told, told + 1)
-    said = sorted(lost_requests(load_run(folder)))
-    assert said == sorted(
+    index = [trial.trial_id for trial in load_run(folder).trials].index(short.stem)
+    edit_rows(folder / "trials.jsonl", lambda trial: trial["summary"].update(sent=1000), index, index + 1)
+    lost = sorted(lost_requests(load_run(folder)))
+    assert lost == sorted(
         [
             f"requests/{missing.name} is missing",
             f"requests/{cut.name} is cut off or damaged",
@@ -180,8 +180,8 @@ def next_of(folder: Path, *argv: str) -> str:
 
 
 def test_the_next_command_has_each_option_once() -> None:
-    own = ("--set", "search.precision=0.2", "--precision=0.3", "--precision", "0.4", "--max-trials", "4")
-    words = next_of(QUICKSTART, "kvbench", "sweep", "quickstart", *own, "--slo", "'ttft_ms p90 <= 50'")
+    options = ("--set", "search.precision=0.2", "--precision=0.3", "--precision", "0.4", "--max-trials", "4")
+    words = next_of(QUICKSTART, "kvbench", "sweep", "quickstart", *options, "--slo", "'ttft_ms p90 <= 50'")
     kept = "kvbench sweep quickstart --max-trials 4 --slo 'ttft_ms p90 <= 50'"
     assert words.startswith(f"next: {kept} --precision 0.1  (narrower intervals for "), words
 

@@ -53,10 +53,10 @@ class Finished:
             assert words in self.out
         return self
 
-    def failed(self, status: int, *said: str) -> Finished:
+    def failed(self, status: int, *expected: str) -> Finished:
         """Require that it ended with this status, and said this on stderr."""
         assert self.status == status, self.text
-        for words in said:
+        for words in expected:
             assert words in self.err
         return self
 
@@ -175,15 +175,15 @@ def not_spoilt(measure: Callable[[int], TrialRecord], scales: Sequence[int]) -> 
     Each further one is of a slower emulated system, for which the same delays are smaller. That none is
     valid, or that one is refused for another reason, is a failure.
     """
-    said = []
+    reasons = []
     for scale in scales:
         trial = measure(scale)
         if trial.verdict != "invalid":
             return trial, scale
         refused_by = {finding.gate for finding in trial.findings if finding.level == "invalid"}
         assert refused_by <= SPOILT_BY_THE_MACHINE, trial.reason
-        said.append(f"{scale} times slower: {trial.reason}")
-    raise AssertionError("not one valid trial; " + "; ".join(said))
+        reasons.append(f"{scale} times slower: {trial.reason}")
+    raise AssertionError("not one valid trial; " + "; ".join(reasons))
 
 
 def tagged_processes(run: RunFolder) -> list[psutil.Process]:

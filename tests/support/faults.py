@@ -37,11 +37,11 @@ PROPERTY = "fault"
 
 @dataclass(frozen=True)
 class Fault:
-    """One row: ``said`` is what the user is told, as a regular expression, at most ``within_s`` later."""
+    """One row: ``expected`` is what the user is told, as a regular expression, at most ``within_s`` later."""
 
     key: str
     done: str
-    said: str
+    expected: str
     then: str
     """What becomes of the measurement."""
     within_s: float = 15.0
@@ -215,12 +215,12 @@ class Seen:
         """Since the fault."""
         return time.monotonic() - self._struck_at
 
-    def told(self, words: str, after_s: float | None = None) -> None:
+    def check(self, words: str, after_s: float | None = None) -> None:
         """The user has been told, now or ``after_s`` seconds after the fault."""
         seconds = self.elapsed_s if after_s is None else after_s
         flat = " ".join(words.split())
-        match = re.search(self.fault.said, flat)
-        assert match, f"{self.fault.said!r} is not in: {flat}"
+        match = re.search(self.fault.expected, flat)
+        assert match, f"{self.fault.expected!r} is not in: {flat}"
         assert seconds <= self.fault.within_s, f"told after {seconds:.1f} s"
         self.record = {"key": self.fault.key, "seconds": round(seconds, 2), "said": _excerpt(flat, match)}
 
@@ -344,9 +344,9 @@ class Siege:
             self._process.stdout.close()
 
     def _strike(self, key: str, strike: Callable[[Siege], None] | None) -> Struck:
-        self._wait(lambda: self._said(f"{key}: starting"), BEGIN_DEADLINE_S, f"{key} is not started")
+        self._wait(lambda: self._has_printed(f"{key}: starting"), BEGIN_DEADLINE_S, f"{key} is not started")
         if strike is not None:
-            self._wait(lambda: self._said(f"{key}: ready"), BEGIN_DEADLINE_S, f"{key} is not ready")
+            self._wait(lambda: self._has_printed(f"{key}: ready"), BEGIN_DEADLINE_S, f"{key} is not ready")
             self._wait(self._under_load, BEGIN_DEADLINE_S, f"no trial of {key} began")
         at, before = time.monotonic(), len(self._lines)
         if strike is None:  # the shim before its engine does it
@@ -370,7 +370,7 @@ class Siege:
             struck.lines.append((when - at, line))
         return struck
 
-    def _said(self, words: str) -> bool:
+    def _has_printed(self, words: str) -> bool:
         return any(words in line for _, line in list(self._lines))
 
     def _wait(self, condition: Callable[[], bool], deadline_s: float, problem: str) -> None:
@@ -486,7 +486,7 @@ class FarSiege(Siege):
 
     def _under_load(self) -> bool:
         """Whether the trial's generator runs and KV is on its way."""
-        key = next(key for key in reversed(self.labels) if self._said(f"{key}: ready"))
+        key = next(key for key in reversed(self.labels) if self._has_printed(f"{key}: ready"))
         if not any(self.logs(key).glob("loadgen-*-01.log")):
             return False
         before = self._hosts.received("b")

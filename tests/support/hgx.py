@@ -131,8 +131,8 @@ def add_nic(root: Path, place: str, name: str, interface: str, rail: int | None)
     up = rail is not None
     zero = "0000:0000:0000:0000:0000:0000:0000:0000"
     local = f"fe80:0000:0000:0000:a288:c2ff:fe00:{rail or 0:04x}"
-    own = f"0000:0000:0000:0000:0000:ffff:0a00:{rail or 0:02x}01"
-    gids = [(local, "IB/RoCE v1"), (local, "RoCE v2"), (own, "IB/RoCE v1"), (own, "RoCE v2")]
+    mapped = f"0000:0000:0000:0000:0000:ffff:0a00:{rail or 0:02x}01"
+    gids = [(local, "IB/RoCE v1"), (local, "RoCE v2"), (mapped, "IB/RoCE v1"), (mapped, "RoCE v2")]
     write(
         root,
         {

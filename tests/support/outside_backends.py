@@ -133,8 +133,8 @@ def install(folder: Path, names: Mapping[str, str] | None = None) -> None:
     ``names``: name → the one of this file; by default all but those that take another one's name.
     """
     if names is None:
-        own = {name: value for name, value in globals().items() if isinstance(value, Backend)}
-        names = {name.lower(): name for name, value in own.items() if value.name == name.lower()}
+        backends = {name: value for name, value in globals().items() if isinstance(value, Backend)}
+        names = {name.lower(): name for name, value in backends.items() if value.name == name.lower()}
     lines = [f"{name} = outside_backends:{own_name}" for name, own_name in names.items()]
     info = folder / "outside_backends-1.0.dist-info"
     info.mkdir()

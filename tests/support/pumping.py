@@ -46,7 +46,7 @@ def _accepts(node: tuple[Any, Any], char: str) -> bool:
     return False
 
 
-def _own(node: tuple[Any, Any]) -> Iterator[str]:
+def _chars_of(node: tuple[Any, Any]) -> Iterator[str]:
     """Characters that a node takes: those that others are likely to take, too, and its own."""
     yield from (char for char in CANDIDATES if _accepts(node, char))
     for kind, value in node[1] if node[0] is sre.IN else [node]:
@@ -67,7 +67,7 @@ def samples(nodes: Any) -> list[str]:
 def _samples_of(node: tuple[Any, Any]) -> Iterator[str]:
     kind, value = node
     if kind in (sre.LITERAL, sre.NOT_LITERAL, sre.ANY, sre.IN):
-        yield from dict.fromkeys(_own(node))
+        yield from dict.fromkeys(_chars_of(node))
     elif kind in (sre.MAX_REPEAT, sre.MIN_REPEAT):
         least, most, body = value
         for one in samples(body):

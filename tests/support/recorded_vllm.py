@@ -15,7 +15,7 @@ MODULES = {
     "NixlConnector": "nixl", "NixlPushConnector": "nixl", "MooncakeConnector": "mooncake",
     "KvbenchMooncakeConnector": "mooncake", "P2pNcclConnector": "p2p",
 }  # fmt: skip
-OWN_KEYS = {"KvbenchMooncakeConnector": {"rdma_devices"}}
+KVBENCH_KEYS = {"KvbenchMooncakeConnector": {"rdma_devices"}}
 """Keys that a class of kvbench's own reads beside vLLM's (connectors/in_vllm)."""
 
 
@@ -30,7 +30,7 @@ def versions() -> list[str]:
 
 
 @lru_cache(maxsize=256)
-def said(kind: str, version: str) -> Mapping[str, str]:
+def recorded(kind: str, version: str) -> Mapping[str, str]:
     """Name → what the record says of it, for one release."""
     order = versions()
 
@@ -50,7 +50,7 @@ def said(kind: str, version: str) -> Mapping[str, str]:
 
 def arguments(argv: Sequence[str], version: str) -> tuple[dict[str, str], list[str]]:
     """The flags after `serve MODEL`, and what that release's parser would refuse."""
-    known, given, wrong = said("flags", version), {}, []
+    known, given, wrong = recorded("flags", version), {}, []
     words = list(argv[argv.index("serve") + 2 :])
     while words:
         flag = words.pop(0)
@@ -74,12 +74,12 @@ def arguments(argv: Sequence[str], version: str) -> tuple[dict[str, str], list[s
 
 def config_problems(config: Mapping[str, Any], version: str) -> Iterator[str]:
     """Keys of a kv_transfer_config that the release, or its connector, does not read."""
-    for key in config.keys() - said("kv_transfer_config", version).keys():
+    for key in config.keys() - recorded("kv_transfer_config", version).keys():
         yield f"kv_transfer_config.{key}: unknown to vLLM {version}"
     name = config["kv_connector"]
-    mine = f"{MODULES[name]}: "
-    read = {key.removeprefix(mine) for key in said("extra_config", version) if key.startswith(mine)}
-    for key in config["kv_connector_extra_config"].keys() - read - OWN_KEYS.get(name, set()):
+    prefix = f"{MODULES[name]}: "
+    read = {key.removeprefix(prefix) for key in recorded("extra_config", version) if key.startswith(prefix)}
+    for key in config["kv_connector_extra_config"].keys() - read - KVBENCH_KEYS.get(name, set()):
         yield f"kv_connector_extra_config.{key}: {name} of vLLM {version} does not read it"
 
 
@@ -91,7 +91,7 @@ def bound_ports(given: Mapping[str, str], env: Mapping[str, str], version: str) 
     found = [int(given["--port"])] if "--headless" not in given else []
     config = json.loads(given.get("--kv-transfer-config", "{}"))
     counts = {"rank": tensor * data, "data rank": data, "instance": 1}
-    for variable, who in said("ports", version).items():
+    for variable, who in recorded("ports", version).items():
         if variable in env and "--headless" not in given:
             found += range(int(env[variable]), int(env[variable]) + counts[who])
     if config.get("kv_connector") == "P2pNcclConnector":  # kv_port + the rank in the world

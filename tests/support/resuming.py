@@ -120,9 +120,9 @@ def write_order(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def _flushed(cells: list[bytes], cell: Mapping[str, Any], order: list[tuple[str, bytes]]) -> list[bytes]:
-    mine = [line for line in cells if json.loads(line)["cell"] == cell]
-    order += [("cells.jsonl", line) for line in mine]
-    return cells[len(mine) :]
+    cell_lines = [line for line in cells if json.loads(line)["cell"] == cell]
+    order += [("cells.jsonl", line) for line in cell_lines]
+    return cells[len(cell_lines) :]
 
 
 def cut_off(folder: Path, target: Path, lines: int, *, torn: bool) -> Path:

@@ -28,12 +28,12 @@ def decided(live: LiveTrial, first: np.ndarray, limit_s: float, decode_s: float,
     while True:
         now_s += beat_s
         upto = int(np.searchsorted(known[order], now_s, side="right"))
-        told: list[Observation] = [
+        observations: list[Observation] = [
             (index, (float(not late[index]),), (ttft[index] / limit_s,), None if late[index] else ttft[index])
             for index in order[done:upto].tolist()
         ]
         done = upto
         sent = int(np.searchsorted(offsets, now_s, side="right"))
-        decision = live.feed(now_s, told, sent - int((first <= now_s).sum()), sent)
+        decision = live.feed(now_s, observations, sent - int((first <= now_s).sum()), sent)
         if decision is not None:
             return decision

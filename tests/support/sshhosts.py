@@ -92,8 +92,8 @@ class Hosts:
 
     def received(self, name: str) -> int:
         """Bytes that came to a host on the data net."""
-        told = json.loads(self.inside(name, "ip", "-j", "-s", "link", "show", "data0"))
-        return int(told[0]["stats64"]["rx"]["bytes"])
+        links = json.loads(self.inside(name, "ip", "-j", "-s", "link", "show", "data0"))
+        return int(links[0]["stats64"]["rx"]["bytes"])
 
     def cut(self, name: str) -> None:
         """Pull the host's cable to the net for ssh; nobody is told."""

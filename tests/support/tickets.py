@@ -114,7 +114,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     dice = random.Random(1)
     wrong = [text for _ in range(ROUNDS) for text in one_round(spec, tickets, here, there, dice)]
     connections = psutil.Process().net_connections("tcp4")
-    told = {
+    result = {
         "descriptors": [ticket.descriptors for ticket in tickets],
         "nbytes": [ticket.nbytes for ticket in tickets],
         "prepared": all(ticket.prepare_s > 0 for ticket in tickets),
@@ -128,7 +128,7 @@ def main(spec: dict[str, Any]) -> dict[str, Any]:
     for side in (here, there):
         side.endpoint.close()
         side.endpoint.close()
-    return told
+    return result
 
 
 if __name__ == "__main__":

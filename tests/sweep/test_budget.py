@@ -145,16 +145,16 @@ class TwoSystems(Bench):
 
 
 class Notes(Silent):
-    """``said``: notes in order, and each trial's connector."""
+    """``events``: notes in order, and each trial's connector."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.events: list[str] = []
 
     def note(self, text: str, *, caveat: bool = False) -> None:
-        self.said.append(text)
+        self.events.append(text)
 
     def trial_finished(self, record: TrialRecord, standing: Standing | None = None) -> None:
-        self.said.append(record.cell.connector)
+        self.events.append(record.cell.connector)
 
 
 @dataclass
@@ -195,8 +195,8 @@ class Raced:
 def of_cell(run: RunFolder, connector: str) -> tuple[CellResult, float]:
     """The cell's result, and the seconds of its trials."""
     (result,) = (cell for cell in run.cells if cell.cell.connector == connector)
-    mine = (trial.duration_s for trial in run.all_trials if trial.cell == result.cell)
-    return result, math.fsum(mine)
+    durations_s = (trial.duration_s for trial in run.all_trials if trial.cell == result.cell)
+    return result, math.fsum(durations_s)
 
 
 def width(result: CellResult) -> float:
@@ -227,9 +227,9 @@ def test_time_that_is_left_is_spent_on_a_comparison_that_is_open(tmp_path: Path)
     race = Raced(system(Service()), system(Service(), 0.101), 500.0, 0.1)
     run = race.run(tmp_path)
     second, _ = of_cell(run, "tcp")
-    assert not [note for note in race.notes.said if "is requested" in note]
-    (note,) = (text for text in race.notes.said if "further trials" in text)
-    assert "tcp" in race.notes.said[race.notes.said.index(note) :]
+    assert not [note for note in race.notes.events if "is requested" in note]
+    (note,) = (text for text in race.notes.events if "further trials" in text)
+    assert "tcp" in race.notes.events[race.notes.events.index(note) :]
     assert second.answer is not None
     assert second.answer["status"] == "converged"
     assert width(second) <= 0.05

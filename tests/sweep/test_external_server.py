@@ -167,14 +167,14 @@ def test_of_several_models_one_must_be_named() -> None:
         served_model(url, ServerAccess())
 
 
-@pytest.mark.parametrize(("status", "said"), [
+@pytest.mark.parametrize(("status", "hint"), [
     (401, "--api-key-env"), (403, "permissions"), (404, "where /v1 begins"), (429, "rate limit"),
     (302, "redirects"), (500, "log"), (503, "log"),
 ])  # fmt: skip
-def test_a_status_has_its_own_hint(status: int, said: str) -> None:
+def test_a_status_has_its_own_hint(status: int, hint: str) -> None:
     with served(Foreign(["m"], status)) as url, pytest.raises(ServerError, match=str(status)) as caught:
         served_model(url, ServerAccess())
-    assert said in caught.value.hint
+    assert hint in caught.value.hint
     assert "developer.mozilla" not in str(caught.value)
 
 
@@ -240,17 +240,17 @@ def test_headers_reach_the_server_and_their_secrets_stand_nowhere(tmp_path: Path
         assert not path.is_file() or SECRET.encode() not in path.read_bytes(), path
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("--header", "X-Api-Key: plain"), "looks like a secret"),
     (("--header", "no colon"), "NAME: VALUE"),
     (("--header", "Host: other"), "kvbench's own"),
     (("--endpoint", "embeddings"), "endpoint"),
 ])  # fmt: skip
-def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_sent_is_refused_before_anything_runs(words: tuple[str, ...], message: str) -> None:
     with served(Foreign(["m"])) as url:
         done = invoke("bench", "--base-url", url, *LOAD, *words)
     assert done.status == 2
-    assert said in done.err
+    assert message in done.err
 
 
 def test_options_for_a_server_need_one() -> None:

@@ -82,8 +82,8 @@ def test_bench_refuses_a_liar_by_name_with_exit_code_1(tmp_path: Path) -> None:
     assert "prefix cache of prefill: the trial measured the cache" in " ".join(done.text.split())
     assert "LIE: WARM_CACHE" in done.out
     (trial,) = run.trials
-    told = {finding.gate: finding.level for finding in trial.findings}
-    assert (trial.verdict, told["warm_cache"], told["machine_disturbed"]) == ("invalid", "invalid", "warning")
+    seen = {finding.gate: finding.level for finding in trial.findings}
+    assert (trial.verdict, seen["warm_cache"], seen["machine_disturbed"]) == ("invalid", "invalid", "warning")
     assert trial.labels == ["emulated", "lie: warm_cache"]
     assert "lie: warm_cache" in (run.path / "report.md").read_text()
     assert "lie: warm_cache" in (run.path / "tables" / "summary.csv").read_text()

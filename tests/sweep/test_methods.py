@@ -170,7 +170,7 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     assert float(last["speed_up"]) == pytest.approx(float(last["request_rate"]) / 4)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "text"), [
     (("sweep", "--method", "burst,fixed"), "--method takes one method, or sustained,burst"),
     (("sweep", "--method", "brust"), "--method brust: must be 'sustained', 'burst', 'fixed' or 'trace'"),
     (("sweep", "--method", "fixed"), "method fixed needs search.rates"),
@@ -181,9 +181,9 @@ def test_a_trace_is_searched_for_the_speed_that_holds(tmp_path: Path, trace: Pat
     (("sweep", "--slo", "ttft p90 => 5"), "is not a limit"),
     (("bench",), "give a --rate"),
 ])  # fmt: skip
-def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_mistakes_are_told_before_anything_starts(tmp_path: Path, words: tuple[str, ...], text: str) -> None:
     done = invoke(words[0], "quickstart", "--output", str(tmp_path), *words[1:]).failed(2)
-    assert said in " ".join(done.text.split())
+    assert text in " ".join(done.text.split())
     assert not list(tmp_path.iterdir())
 
 

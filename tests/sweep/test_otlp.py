@@ -70,8 +70,8 @@ def test_what_a_sweep_tells_arrives_in_base_units(collector: tuple[str, dict[str
     url, seen = collector
     summary = {"slo_attainment": 0.95, "ttft_ms": {"p50": 120.0, "p99": None}, "request_goodput": 19.0}
     record = TrialRecord("t1", CELL, 20.0, 1, "met", "", summary=summary)
-    with meter(url, "run-1", "quickstart") as told:
-        watcher = OtlpWatcher(Silent(), told)
+    with meter(url, "run-1", "quickstart") as otlp_meter:
+        watcher = OtlpWatcher(Silent(), otlp_meter)
         watcher.trial_progress(CELL, 20.0, 100, Progress(sent=40, done=30, met=27, missed=3, in_flight=10))
         watcher.trial_finished(record, Standing(18.0, 23.0, 0.5))
         watcher.trial_finished(TrialRecord("t2", CELL, 22.0, 1, "missed", ""), None)
@@ -88,6 +88,6 @@ def test_what_a_sweep_tells_arrives_in_base_units(collector: tuple[str, dict[str
 
 
 def test_a_collector_that_is_not_there_stops_nothing() -> None:
-    with meter("http://127.0.0.1:9", "run-1", "quickstart") as told:
-        watcher = OtlpWatcher(Silent(), told)
+    with meter("http://127.0.0.1:9", "run-1", "quickstart") as otlp_meter:
+        watcher = OtlpWatcher(Silent(), otlp_meter)
         watcher.cell_finished(CellResult(CELL, "done", {"max_request_rate": 20.5}))

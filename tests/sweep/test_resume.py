@@ -211,7 +211,7 @@ def test_hosts_are_compared_by_their_names_in_the_scenario() -> None:
 def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path, tmp_path: Path) -> None:
     folder = copied(broken, tmp_path)
 
-    def told(*texts: str) -> list[str]:
+    def output_notes(*texts: str) -> list[str]:
         rows = [
             {"label": "aggregated", "input_len": 128, "texts": [text], "latency_s": 0.1} for text in texts
         ]
@@ -219,10 +219,10 @@ def test_true_outputs_that_change_from_session_to_session_are_noted(broken: Path
         run = load_run(folder)
         return [note.text for note in notes(run, summary_table(run)) if "greedy outputs" in note.text]
 
-    assert told("a b", "a b") == []
-    (said,) = told("a b", "a c")
-    assert said.startswith("aggregated at 128: its greedy outputs differed when requested again")
-    assert "('a b' then, 'a c' now)" in said
+    assert output_notes("a b", "a b") == []
+    (message,) = output_notes("a b", "a c")
+    assert message.startswith("aggregated at 128: its greedy outputs differed when requested again")
+    assert "('a b' then, 'a c' now)" in message
 
 
 def test_another_plan_or_another_search_is_not_gone_on_with(broken: Path, tmp_path: Path) -> None:

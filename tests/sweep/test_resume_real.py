@@ -134,9 +134,9 @@ def test_a_full_disk_is_said_and_the_run_goes_on_once_there_is_room(tmp_path: Pa
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said, ended, again, whole, equal = done.stdout.splitlines()
-    assert said.startswith(f"cannot write {tmp_path}/")
-    assert said.endswith("No space left on device")
+    message, ended, again, whole, equal = done.stdout.splitlines()
+    assert message.startswith(f"cannot write {tmp_path}/")
+    assert message.endswith("No space left on device")
     assert ended == "failed []"
     assert again.endswith("No space left on device")
     assert (whole, equal) == ("complete True []", "True")

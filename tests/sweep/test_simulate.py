@@ -91,11 +91,11 @@ def test_an_answer_has_what_its_requests_say_by_themselves(pair: tuple[Finished,
     """Replayed from the request files; without one of them nothing is replayed."""
     _, run = pair
     for result in run.cells:
-        told = (result.answer or {})["replay"]
-        assert told["lower"] <= told["rate"] <= told["upper"]
-        assert told["models"]
+        replay = (result.answer or {})["replay"]
+        assert replay["lower"] <= replay["rate"] <= replay["upper"]
+        assert replay["models"]
         trials = [trial for trial in run.trials_of(result.cell) if trial.purpose != "ceiling"]
-        assert 0.5 * told["seconds"] <= sum(trial.duration_s for trial in trials) <= 2 * told["seconds"]
+        assert 0.5 * replay["seconds"] <= sum(trial.duration_s for trial in trials) <= 2 * replay["seconds"]
     assert requests_to_replay(run.path, replace(run.trials[0], trial_id="nowhere"), 1.0) is None
 
 
@@ -306,8 +306,8 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
     )
     words = ("--gpus", "3", "--connector", "nixl", "--connector", "aggregated", "--json")
     done = invoke("simulate", "xpyd", "--output", str(tmp_path), *words, sets=sets).succeeded()
-    told = json.loads(done.out)
-    splits = {row["split"]: row for row in told["splits"]}
+    output = json.loads(done.out)
+    splits = {row["split"]: row for row in output["splits"]}
     assert set(splits) == {"1P2D", "2P1D", "3 servers"}
     assert [name for name, split in splits.items() if split["best"]] == ["2P1D"]
     assert splits["2P1D"]["max_request_rate"] > 1.5 * splits["1P2D"]["max_request_rate"]
@@ -320,7 +320,7 @@ def test_the_best_split_is_found(tmp_path: Path) -> None:
     text = (run.path / "splits.md").read_text()
     assert "2P1D ← best" in text
     assert "(simulated)" in text
-    assert json.loads((run.path / "splits.json").read_text()) == told
+    assert json.loads((run.path / "splits.json").read_text()) == output
     assert {result.cell.connector for result in load_run(run.path).cells} == {
         "nixl-1P2D",
         "nixl-2P1D",

@@ -74,7 +74,7 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     require_sound(the_run(tmp_path).path)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "text"), [
     (("chaos", "agentic-emulated", "--rate", "4"), "this command sends single requests"),
     (("bench", "agentic-emulated", "--concurrency", "4"), "sessions start open loop"),
     (("sweep", "agentic-emulated", "--set", "load.endpoint=chat"), "completions of token ids"),
@@ -83,6 +83,6 @@ def test_one_rate_of_sessions_is_offered(tmp_path: Path) -> None:
     (("sweep", "agentic-emulated", "--set", "load.workers=3"), "one load generator"),
     (("sweep", "agentic-emulated", "--set", "deployment.routing=nearest"), "deployment.routing"),
 ])  # fmt: skip
-def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    assert said in invoke(*words, "--output", str(tmp_path)).failed(2).err
+def test_what_cannot_be_asked_of_sessions_is_said(words: tuple[str, ...], text: str, tmp_path: Path) -> None:
+    assert text in invoke(*words, "--output", str(tmp_path)).failed(2).err
     assert not any(tmp_path.iterdir())

@@ -72,11 +72,11 @@ def test_what_a_cut_trial_did_not_decide_is_not_told_to_other_tiers() -> None:
 def test_what_was_measured_goes_to_the_search() -> None:
     live = {"measured": {"attainment": 0.97, "n": 100, "score": 0.2, "unknown": 1}}
     ask = Probe(5, "bisect")
-    told = measured_of(record(ask, "met", live=live), "")
-    assert (told.attainment, told.n, told.score) == (0.97, 100, 0.2)
+    measured = measured_of(record(ask, "met", live=live), "")
+    assert (measured.attainment, measured.n, measured.score) == (0.97, 100, 0.2)
     tiers = {"slow": {"verdict": "met", "live": {"measured": {"n": 7}}}}
-    told = measured_of(record(ask, "met", tiers=tiers), "slow")
-    assert told.n == 7
+    measured = measured_of(record(ask, "met", tiers=tiers), "slow")
+    assert measured.n == 7
     assert measured_of(record(ask, "met"), "") is None
     ceiling = measured_of(record(Probe(400, "ceiling"), "measured", completion_rate=42.0), "")
     assert ceiling.completion_rate == 42.0

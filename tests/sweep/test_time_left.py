@@ -40,7 +40,7 @@ class Clock(Silent):
             if left_s is not None:
                 self.shown.append((self.now_s + in_trial_s, record.cell, left_s))
         self.now_s += record.duration_s
-        known = (standing.sure, standing.width) if standing else (None, None)
+        known = (standing.confidence, standing.width) if standing else (None, None)
         self.left.trial_ended(record, *known)
 
     def cell_finished(self, result: CellResult) -> None:
@@ -64,9 +64,9 @@ def test_the_time_left_hardly_grows_and_is_about_right_at_half_time(name: str, t
     clock = watched(name, tmp_path, overrides=("seed=5",))
     total_s = clock.now_s
     for cell in dict.fromkeys(cell for _, cell, _ in clock.shown):
-        mine = [left_s for _, of, left_s in clock.shown if of == cell]
-        lowest = mine[0]
-        for left_s in mine:
+        remaining = [left_s for _, of, left_s in clock.shown if of == cell]
+        lowest = remaining[0]
+        for left_s in remaining:
             assert left_s <= 1.2 * lowest, (cell, left_s, lowest)
             lowest = min(lowest, left_s)
     half_s, _, left_s = min(clock.shown, key=lambda look: abs(look[0] - total_s / 2))

@@ -153,8 +153,8 @@ def test_an_edit_is_found_without_checksums(folder: Path, name: str) -> None:
     file, which, edit, words = EDITS[name]
     edited = edit_line(without_checksums(folder) / file, which, edit)
     found = audit(folder).damages
-    mine = [fault for fault in found if words in fault.what and edited in fault.what and fault.file == file]
-    assert mine, [str(fault) for fault in found]
+    hits = [fault for fault in found if words in fault.what and edited in fault.what and fault.file == file]
+    assert hits, [str(fault) for fault in found]
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -351,10 +351,10 @@ def test_the_command_says_what_is_damaged(folder: Path, tmp_path: Path) -> None:
 
 def test_the_command_line(folder: Path) -> None:
     done = invoke("verify", str(folder), "--json").succeeded()
-    told = json.loads(done.out)
-    assert told["sound"]
-    assert told["damages"] == []
-    assert told["checked"]["trials"] == len(load_run(folder).all_trials)
+    output = json.loads(done.out)
+    assert output["sound"]
+    assert output["damages"] == []
+    assert output["checked"]["trials"] == len(load_run(folder).all_trials)
     (folder / "requests" / f"{load_run(folder).trials[0].trial_id}.parquet").unlink()
     done = invoke("verify", str(folder), "--json").failed(EXIT_FAILED)
     (damage, *_) = json.loads(done.out)["damages"]

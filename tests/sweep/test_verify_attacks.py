@@ -217,9 +217,9 @@ def test_an_edit_with_rebuilt_checksums_does_not_stay_sound(folder: Path, name: 
     edit(folder)
     with_rebuilt_checksums(folder, digests_too=name in WITH_DIGESTS)
     found = audit(folder)
-    said = [*map(str, found.damages), *found.unverified, *found.unproven]
-    assert found.verdict == verdict, said
-    assert any(words in reason for reason in said), said
+    reasons = [*map(str, found.damages), *found.unverified, *found.unproven]
+    assert found.verdict == verdict, reasons
+    assert any(words in reason for reason in reasons), reasons
 
 
 def test_each_verdict_has_its_exit_code_and_its_line(folder: Path) -> None:

@@ -58,10 +58,10 @@ def test_no_check_starts_once_the_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 def test_one_json_line_a_check_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--only", "facts", "--out", str(tmp_path / "lines")]) == 0
     (line,) = (tmp_path / "lines").read_text().splitlines()
-    said = json.loads(line)
-    assert list(said) == ["name", "status", "seconds", "figures", "text"]
-    assert (said["name"], said["status"]) == ("facts", "ok")
-    assert said["figures"]["cores"] == len(os.sched_getaffinity(0))
+    record = json.loads(line)
+    assert list(record) == ["name", "status", "seconds", "figures", "text"]
+    assert (record["name"], record["status"]) == ("facts", "ok")
+    assert record["figures"]["cores"] == len(os.sched_getaffinity(0))
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == line
     assert printed[-1] == "1 ok, 0 failed, 0 skipped"
@@ -180,11 +180,11 @@ def test_nvml_is_asked_call_by_call(tmp_path: Path) -> None:
     )
     library = tmp_path / "libnvml-fake.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True, timeout=60)
-    said = driver.nvml_codes(str(library))
-    assert said["nvmlSystemGetDriverVersion"] == "580.1"
-    assert (said["nvmlDeviceGetCount_v2"], said["nvmlDeviceGetPowerUsage"]) == (1, 90000)
-    assert said["nvmlDeviceGetViolationStatus(0)"] == "code 3"
-    assert said["nvmlDeviceGetNvLinkState(1)"] == "not in this library"
+    codes = driver.nvml_codes(str(library))
+    assert codes["nvmlSystemGetDriverVersion"] == "580.1"
+    assert (codes["nvmlDeviceGetCount_v2"], codes["nvmlDeviceGetPowerUsage"]) == (1, 90000)
+    assert codes["nvmlDeviceGetViolationStatus(0)"] == "code 3"
+    assert codes["nvmlDeviceGetNvLinkState(1)"] == "not in this library"
     with pytest.raises(CheckFailedError, match="does not load"):
         driver.nvml_codes("libno-such-nvml.so")
 

@@ -44,7 +44,7 @@ def test_a_small_house_is_in_order(package: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("name", "text", "message"),
     [
         ("more.py", "", "house/ has 4 entries, not 3 at most"),
         ("room/fifth.py", "", "room/ has 3 files, not 2: give it a door, or a reason"),
@@ -62,9 +62,9 @@ def test_a_small_house_is_in_order(package: Path) -> None:
         ("room/first.py", "", "first.py is a name of 2 things: house/first.py, house/room/first.py"),
     ],
 )
-def test_what_is_too_large_is_named(package: Path, name: str, text: str, said: str) -> None:
+def test_what_is_too_large_is_named(package: Path, name: str, text: str, message: str) -> None:
     (package / name).write_text(text)
-    assert said in found(package)
+    assert message in found(package)
 
 
 def test_an_excuse_lets_pass_and_must_be_needed(package: Path) -> None:

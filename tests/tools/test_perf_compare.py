@@ -17,14 +17,14 @@ def answers(count: int, rate: float, seed: int) -> list[str]:
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(count):
-        own = rate * math.exp(0.04 * rng.standard_normal())
-        posterior = [own * math.exp(0.1 * step) for step in np.linspace(-2, 2, 41)]
+        median = rate * math.exp(0.04 * rng.standard_normal())
+        posterior = [median * math.exp(0.1 * step) for step in np.linspace(-2, 2, 41)]
         found.append(
             {
                 "status": "converged" if rng.random() > 0.1 else "exhausted",
-                "max_request_rate": own,
-                "lower": own * 0.9,
-                "upper": own * 1.1,
+                "max_request_rate": median,
+                "lower": median * 0.9,
+                "upper": median * 1.1,
                 "level": 0.9,
                 "posterior": posterior,
             }

@@ -100,7 +100,7 @@ def test_an_answer_is_judged_by_the_rate_at_its_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("true", "said", "found", "lower", "upper", "holds", "wrong"),
+    ("true", "reported", "found", "lower", "upper", "holds", "wrong"),
     [
         (10.0, "at_least", 9.0, 9.0, None, True, ""),
         (10.0, "at_least", 11.0, 11.0, None, False, "least"),
@@ -114,14 +114,14 @@ def test_an_answer_is_judged_by_the_rate_at_its_end() -> None:
 )
 def test_what_is_no_interval_of_two_ends(
     true: float,
-    said: str,
+    reported: str,
     found: float | None,
     lower: float | None,
     upper: float | None,
     holds: bool | None,
     wrong: str,
 ) -> None:
-    judged = Judged("x", ("random",), 1, "exhausted", said, true, true, found, lower, upper)
+    judged = Judged("x", ("random",), 1, "exhausted", reported, true, true, found, lower, upper)
     assert judged.holds is holds
     assert (judged.wrong_none, judged.wrong_least) == (wrong == "none", wrong == "least")
     if found is None or upper is None:

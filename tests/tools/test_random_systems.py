@@ -97,12 +97,12 @@ def test_every_system_is_within_the_family(seed: int, index: int) -> None:
     assert sum(share for share, _ in mixture) == pytest.approx(1)
     assert sum(share * factor for share, factor in mixture) == pytest.approx(1, abs=1e-5)
     assert json.loads(json.dumps(system.to_json()))["name"] == system.name
-    own = ProductSlo.from_json(
+    slo = ProductSlo.from_json(
         {"ttft_ms": system.slo.ttft_ms, "tpot_ms": system.slo.tpot_ms, "attainment": system.slo.attainment}
         | {"limits": list(system.slo.limits)}
     )
-    assert own.has_limits
-    assert min(own.shares) >= 0.5
+    assert slo.has_limits
+    assert min(slo.shares) >= 0.5
     asked = roots.criteria(system.slo)
     assert len(asked) == len(system.slo.limits or (1,))
     if system.batch is not None:
@@ -585,7 +585,7 @@ def test_a_long_trial_keeps_its_slo_below_the_true_rate_and_not_above(index: int
 # The protocol
 
 
-def told(system: System, *messages: object) -> list[dict[str, list[float | None]]]:
+def replies(system: System, *messages: object) -> list[dict[str, list[float | None]]]:
     output = io.StringIO()
     serve(system, [json.dumps(message) + "\n" for message in messages], output)
     return [json.loads(line) for line in output.getvalue().splitlines()]
@@ -599,12 +599,12 @@ def test_the_protocol() -> None:
     end_of_it = {"type": "end", "cut_at_s": 1.5, "cancelled": [1]}
     kept = replace(PLAIN, aborts=False)
     for system, second in ((PLAIN, 1.1), (kept, 1.5)):
-        answers = told(system, TRIAL, end_of_it, {**TRIAL, "starts_at_s": 813.9})
+        answers = replies(system, TRIAL, end_of_it, {**TRIAL, "starts_at_s": 813.9})
         assert answers[0]["first_token_s"] == pytest.approx([1.0, 2.0])
         assert answers[0]["last_token_s"] == pytest.approx([2.0, 3.0])
         assert answers[1]["first_token_s"][0] == pytest.approx(1.0 if system.aborts else second)
-    assert told(PLAIN) == []
-    assert told(PLAIN, {**TRIAL, "arrivals_s": [], "input_len": [], "output_len": 3})[0] == {
+    assert replies(PLAIN) == []
+    assert replies(PLAIN, {**TRIAL, "arrivals_s": [], "input_len": [], "output_len": 3})[0] == {
         "first_token_s": [],
         "last_token_s": [],
     }
@@ -612,7 +612,7 @@ def test_the_protocol() -> None:
 
 def test_what_never_comes_is_null() -> None:
     never = replace(PLAIN, discipline="batching", batch=Batch(4, 512, 110, 0.01, 0.0, 0.0))
-    assert told(never, TRIAL)[0] == {"first_token_s": [None, None], "last_token_s": [None, None]}
+    assert replies(never, TRIAL)[0] == {"first_token_s": [None, None], "last_token_s": [None, None]}
 
 
 @pytest.mark.parametrize(
@@ -632,7 +632,7 @@ def test_what_never_comes_is_null() -> None:
 )
 def test_a_bad_line_is_refused(message: object, about: str) -> None:
     with pytest.raises(BadLineError, match=f"line 1: .*{about}"):
-        told(PLAIN, message)
+        replies(PLAIN, message)
 
 
 def test_a_bad_end_is_refused() -> None:
@@ -643,7 +643,7 @@ def test_a_bad_end_is_refused() -> None:
         ({**TRIAL, "starts_at_s": 800.0}, "starts at"),
     ):
         with pytest.raises(BadLineError, match=f"line 2: .*{about}"):
-            told(PLAIN, TRIAL, message)
+            replies(PLAIN, TRIAL, message)
 
 
 def test_a_process_of_its_own() -> None:

@@ -63,9 +63,9 @@ def test_who_is_ahead_is_said_as_a_comparison_says_it(tmp_path: Path) -> None:
     assert who_is_ahead([runs[0], runs[0]]) == "?"
     assert who_is_ahead([replace(runs[0], cells=[], trials=[]), runs[1]]) == "no answer"
     (cell,) = runs[0].cells
-    for status, told in (("exhausted", "A"), ("undecided", "a search did not converge")):
+    for status, verdict in (("exhausted", "A"), ("undecided", "a search did not converge")):
         unsure = replace(cell, answer={**(cell.answer or {}), "status": status})
-        assert who_is_ahead([replace(runs[0], cells=[unsure]), runs[1]]) == told
+        assert who_is_ahead([replace(runs[0], cells=[unsure]), runs[1]]) == verdict
 
 
 @pytest.mark.heavy
@@ -73,9 +73,9 @@ def test_identical_systems_are_hardly_ever_put_into_an_order(tmp_path: Path) -> 
     """Each search has other arrivals and other dice; each two of them are twins."""
     system = draw(SEEDS["develop"], QUICK)
     runs = [searched(system, seed, tmp_path, 60.0, dice=seed) for seed in range(1, 9)]
-    told = Counter(who_is_ahead(pair) for pair in combinations(runs, 2))
-    assert told["A"] + told["B"] <= 0.05 * told.total()
-    assert told["?"] >= 0.5 * told.total()
+    counts = Counter(who_is_ahead(pair) for pair in combinations(runs, 2))
+    assert counts["A"] + counts["B"] <= 0.05 * counts.total()
+    assert counts["?"] >= 0.5 * counts.total()
 
 
 def test_a_pair_is_judged_and_kept_as_it_was() -> None:

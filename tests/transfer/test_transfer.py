@@ -285,7 +285,7 @@ async def test_killed_peer_is_an_error_and_others_stay_usable(mover: str, op: An
         for _ in range(2):
             with pytest.raises(TransferError) as caught:
                 await here.process.transfer(peer, op, list(range(64)), list(range(64)), DEADLINE_S)
-            fault.told(caught.value.message)
+            fault.check(caught.value.message)
         other = await here.process.connect(third.process.agent, DEADLINE_S)
         await move_and_verify(here, third, other, op, 8, seed=7)
 
@@ -300,7 +300,7 @@ async def test_frozen_peer_ends_at_our_deadline(asker: str, op: Any, fault: Seen
         blocks = list(range(64))
         with pytest.raises(TransferError, match=r"did not end within 0\.4 s") as caught:
             await here.process.transfer(peer, op, blocks, blocks, SHORT_S)
-        fault.told(caught.value.message)
+        fault.check(caught.value.message)
         with pytest.raises(TransferError, match="connect again"):
             await here.process.transfer(peer, op, [0], [0], SHORT_S)
         os.kill(there.process.pid, signal.SIGCONT)
@@ -425,12 +425,12 @@ async def test_tcp_tells_strangers_nothing_and_serves_them_nothing() -> None:
     async with pair("tcp") as (here, there, peer):
         agent = there.process.agent
         key = bytes.fromhex(agent["key"])
-        for said in (bytes(16), os.urandom(16), key[:15] + bytes([key[15] ^ 1])):
+        for guess in (bytes(16), os.urandom(16), key[:15] + bytes([key[15] ^ 1])):
             with socket.create_connection(tuple(agent["listeners"][0]), timeout=5) as stranger:
-                told = stranger.recv(16, socket.MSG_WAITALL) if stranger.send(said) else b""
-                assert told == bytes(16)
+                answer = stranger.recv(16, socket.MSG_WAITALL) if stranger.send(guess) else b""
+                assert answer == bytes(16)
                 with contextlib.suppress(OSError):
-                    stranger.sendall(told + struct.pack("<BIQQ", 0, 1, 0, 64))
+                    stranger.sendall(answer + struct.pack("<BIQQ", 0, 1, 0, 64))
                     assert stranger.recv(1) == b""
         with socket.create_connection(tuple(agent["listeners"][0]), timeout=20) as silent:
             silent.sendall(key[:15])

@@ -97,12 +97,12 @@ def test_mooncake_names_its_transport_in_its_log() -> None:
 
 
 def test_ucx_names_the_lane_of_a_peer_in_its_log() -> None:
-    own = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
+    agent = "UCX  INFO    agent self cfg#0 rma_am(tcp/lo)  amo_am(tcp/lo)  am(tcp/lo)  ka(tcp/lo)"
     peer = "UCX  INFO    agent intra-node cfg#1 rma(cma/memory)  amo_am(tcp/lo)  am(tcp/lo)"
-    assert (nixl.transport_in_log([own]), nixl.transport_in_log([own, peer])) == ("", "cma/memory")
-    assert nixl.transport_in_log([own.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
+    assert (nixl.transport_in_log([agent]), nixl.transport_in_log([agent, peer])) == ("", "cma/memory")
+    assert nixl.transport_in_log([agent.replace("self cfg#0", "inter-node cfg#2")]) == "tcp/lo"
     beside = "UCX  INFO    agent intra-node cfg#1 rma_am(tcp/lo)  am(tcp/lo cma/memory)  ka(tcp/lo)"
-    assert nixl.transport_in_log([own, beside]) == "cma/memory"
+    assert nixl.transport_in_log([agent, beside]) == "cma/memory"
     several = "UCX  INFO    agent inter-node cfg#1 rma_am(tcp/a)  am(tcp/a tcp/b)  ka(tcp/a)"
     assert nixl.transport_in_log([several]) == "tcp/a tcp/b"
     rails = "UCX  INFO    agent inter-node cfg#1 rma(tcp/a tcp/b)  am(tcp/a)"
@@ -242,7 +242,7 @@ def lanes(text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "names"),
+    ("texts", "names"),
     [
         (["inter-node cfg#2 rma_am(tcp/eth1)  amo_am(tcp/eth1)  am(tcp/eth1)  ka(tcp/eth1)"], ["tcp/eth1"]),
         (["intra-node cfg#2 rma_am(tcp/a)  am(tcp/a cuda_ipc/cuda)  ka(tcp/a)"], []),
@@ -251,9 +251,9 @@ def lanes(text: str) -> str:
         (["intra-node cfg#1 rma(rc_mlx5/a:1)  am(rc_mlx5/a:1 cma/memory)", "inter-node cfg#2 am(tcp/b)"], []),
     ],
 )
-def test_lanes_prove_a_transport_only_where_they_leave_no_choice(said: list[str], names: list[str]) -> None:
+def test_lanes_prove_a_transport_only_where_they_leave_no_choice(texts: list[str], names: list[str]) -> None:
     reader = TransportReader("decode-0", "read")
-    reader.feed(lanes(text) for text in said)
+    reader.feed(lanes(text) for text in texts)
     assert [name for transport in reader.found() for name in transport.transports] == names
 
 
@@ -309,9 +309,9 @@ def test_mooncake_s_engine_names_what_it_started() -> None:
 
 
 @given(st.lists(st.text(max_size=80)))
-def test_any_line_may_come(said: list[str]) -> None:
+def test_any_line_may_come(texts: list[str]) -> None:
     reader = TransportReader("decode-0", "read")
-    reader.feed(said)
+    reader.feed(texts)
     assert reader.found() == []
 
 
@@ -328,19 +328,19 @@ def test_logs_are_followed_from_the_start_of_their_process(tmp_path: Path) -> No
 def test_lanes_of_the_passive_side_say_nothing_of_the_kv(tmp_path: Path) -> None:
     """P's own connection is for messages, and may go over TCP where D reads over RDMA."""
     watch = LogWatch()
-    said = {
+    logs = {
         "prefill-0": [lanes("inter-node cfg#1 rma_am(tcp/eth0)  am(tcp/eth0)  ka(tcp/eth0)")],
         "decode-0": [lanes("inter-node cfg#1 rma(rc_mlx5/mlx5_0:1)  am(rc_mlx5/mlx5_0:1)")],
     }
-    for name in said:
+    for name in logs:
         source = LogSource(name, "vllm", "NixlConnector", name.partition("-")[0], kv_operation="read")
         watch.follow(tmp_path / name, source)
-    for name, text in said.items():
+    for name, text in logs.items():
         (tmp_path / name).write_text("\n".join([*text, ""]), "utf-8")
     watch.poll()
     assert [transport.transports for transport in watch.transports()] == [("rc_mlx5/mlx5_0:1",)]
     (tmp_path / "decode-0").write_text(
-        "\n".join([*said["decode-0"], *lines("ucx/read-over-cma.log"), ""]), "utf-8"
+        "\n".join([*logs["decode-0"], *lines("ucx/read-over-cma.log"), ""]), "utf-8"
     )
     watch.poll()
     assert [transport.transports for transport in watch.transports()] == [("cma/memory",)]
@@ -350,7 +350,7 @@ def test_connectors_over_ucx_have_it_tell_its_way() -> None:
     for name, operation in (("nixl", "read"), ("nixl_push", "write"), ("multi", "read"), ("mooncake", "")):
         connector = connectors.get(name)
         assert connector.kv_operation == operation
-        told = connector.env("decode", connector.options_model(), 5600)
-        assert (told.get("UCX_LOG_LEVEL"), told.get("UCX_PROTO_INFO")) == (
+        env = connector.env("decode", connector.options_model(), 5600)
+        assert (env.get("UCX_LOG_LEVEL"), env.get("UCX_PROTO_INFO")) == (
             ("info", "y") if operation else (None, None)
         )

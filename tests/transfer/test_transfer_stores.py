@@ -62,11 +62,11 @@ def _needed(name: str) -> str:
     return name
 
 
-def until(what: Any, said: str) -> None:
+def until(what: Any, message: str) -> None:
     """Wait for a condition, with a deadline."""
     end = time.monotonic() + DEADLINE_S
     while not what():
-        assert time.monotonic() < end, said
+        assert time.monotonic() < end, message
         time.sleep(0.01)
 
 
@@ -145,14 +145,14 @@ async def test_several_initiators_write_to_one_target(store: str) -> None:
     async with Two(store) as (here, there, peer), side(store, LAYOUT, {"role": "initiator"}) as other:
         also = await other.process.connect(there.process.agent, DEADLINE_S)
         other.pool[:] = os.urandom(LAYOUT.nbytes)
-        mine, theirs = list(range(24)), list(range(24, 48))
+        first_blocks, theirs = list(range(24)), list(range(24, 48))
         await asyncio.gather(
-            here.process.transfer(peer, "write", mine, mine, DEADLINE_S),
+            here.process.transfer(peer, "write", first_blocks, first_blocks, DEADLINE_S),
             other.process.transfer(also, "write", theirs, theirs, DEADLINE_S),
         )
         await there.process.collect(range(LAYOUT.blocks), DEADLINE_S)
         for region in range(LAYOUT.regions):
-            assert all(there.block(region, b) == here.block(region, b) for b in mine)
+            assert all(there.block(region, b) == here.block(region, b) for b in first_blocks)
             assert all(there.block(region, b) == other.block(region, b) for b in theirs)
 
 
@@ -255,9 +255,9 @@ async def test_killed_master_is_an_error_within_our_deadline(mooncake: str, faul
         fault.struck()
         began = time.monotonic()
         for op in ("write", "write"):
-            with pytest.raises(TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again") as told:
+            with pytest.raises(TransferError, match=r"RPC_FAIL|did not end within 1 s|connect again") as info:
                 await here.process.transfer(peer, op, [0], [0], 1.0)  # type: ignore[arg-type]
-            fault.told(told.value.message)
+            fault.check(info.value.message)
         assert time.monotonic() - began < DEADLINE_S
 
 
@@ -269,9 +269,9 @@ async def test_absent_master_is_known_at_once(mooncake: str, fault: Seen) -> Non
         agent = there.process.agent
         lie = {**agent, "id": "lie", "store": {**agent["store"], "master": f"127.0.0.1:{port}"}}
         fault.struck()
-        with pytest.raises(TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}") as told:
+        with pytest.raises(TransferError, match=f"no mooncake_master answers at 127.0.0.1:{port}") as info:
             await here.process.connect(lie, 1.0)
-        fault.told(told.value.message)
+        fault.check(info.value.message)
 
 
 def metadata_at(port: int) -> dict[str, str]:
@@ -304,10 +304,10 @@ def answers(port: int) -> bool:
 @pytest.mark.fault("metadata_absent")
 async def test_absent_metadata_server_is_known_at_once(mooncake: str, fault: Seen) -> None:
     fault.struck()
-    with pytest.raises(TransferError, match="mooncake_http_metadata_server --host") as told:
+    with pytest.raises(TransferError, match="mooncake_http_metadata_server --host") as info:
         async with side(mooncake, LAYOUT, {"role": "target", **metadata_at(free_port())}):
             pass
-    fault.told(told.value.message)
+    fault.check(info.value.message)
 
 
 async def test_a_metadata_server_is_asked_without_the_proxy_of_the_environment(
@@ -335,9 +335,9 @@ async def test_killed_metadata_server_is_told_who_comes_later(
         process.wait()
         fault.struck()
         async with side(mooncake, LAYOUT, {"role": "initiator", **metadata_at(port)}) as late:
-            with pytest.raises(TransferError) as told:
+            with pytest.raises(TransferError) as info:
                 await late.process.connect(there.process.agent, DEADLINE_S)
-        fault.told(told.value.message)
+        fault.check(info.value.message)
         # Those who know each other need it no more.
         await move_and_verify(here, there, peer, "write", 8, seed=2)
         await move_and_verify(here, there, peer, "read", 8, seed=3)

@@ -51,26 +51,26 @@ def drive(backend: str, op: str, pairs: list[tuple[list[int], list[int]]], **opt
     command = [sys.executable, str(DRIVER), json.dumps(spec)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr[-3000:]
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert told["wrong"] == []
-    assert told["prepared"]
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert result["wrong"] == []
+    assert result["prepared"]
+    return result
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_ticket_is_started_again_and_several_are_under_way(way: tuple[str, str], op: str) -> None:
     backend, protocol = way
     run, apart, one = ([4, 5, 6, 7], [0, 1, 2, 3]), ([20, 9, 13], [8, 30, 11]), ([31], [31])
-    told = drive(backend, op, [run, apart, one], protocol=protocol)
-    assert (told["descriptors"], told["nbytes"]) == ([2, 6, 2], [8 * 4096, 6 * 4096, 2 * 4096])
-    assert told["transport"] == TRANSPORTS[way]
+    result = drive(backend, op, [run, apart, one], protocol=protocol)
+    assert (result["descriptors"], result["nbytes"]) == ([2, 6, 2], [8 * 4096, 6 * 4096, 2 * 4096])
+    assert result["transport"] == TRANSPORTS[way]
 
 
 def test_without_merging_every_block_is_a_descriptor(way: tuple[str, str]) -> None:
     backend, protocol = way
     order = [1, 3, 5, 7, 0, 2, 4, 6]
-    told = drive(backend, "write", [(order, order), ([21, 20], [22, 21])], protocol=protocol, merge=False)
-    assert told["descriptors"] == [16, 4]
+    result = drive(backend, "write", [(order, order), ([21, 20], [22, 21])], protocol=protocol, merge=False)
+    assert result["descriptors"] == [16, 4]
 
 
 @pytest.mark.native
@@ -82,8 +82,8 @@ def test_nixl_merges_neighbours_itself_as_under_vllm(protocol: str, monkeypatch:
     monkeypatch.setenv("NIXL_LOG_LEVEL", "DEBUG")
     ascending, descending, whole = list(range(8)), list(range(15, 7, -1)), list(range(32))
     pairs = [(ascending, ascending), (descending, descending), (whole, whole), ([16, 17, 19], [20, 21, 22])]
-    told = drive("nixl", "write", pairs[:2] + pairs[3:], protocol=protocol, merge=False)
-    assert told["descriptors"] == told["merged"] == [2, 16, 4]
+    result = drive("nixl", "write", pairs[:2] + pairs[3:], protocol=protocol, merge=False)
+    assert result["descriptors"] == result["merged"] == [2, 16, 4]
     # Whole regions are neighbours of each other.
     assert drive("nixl", "write", pairs[2:3], protocol=protocol)["descriptors"] == [1]
 
@@ -96,11 +96,11 @@ def test_bytes_are_split_over_nics(backend: str, op: str) -> None:
         pytest.skip(f"{backend}: {problem.reason}")
     order = list(range(16))
     # 128 KiB in two regions: half of them on each NIC.
-    told = drive(backend, op, [(order, order)], nics=LOOPBACKS)
+    result = drive(backend, op, [(order, order)], nics=LOOPBACKS)
     if backend == "nixl":
-        assert told["transport"].startswith("ucx:tcp/lo")  # UCX takes a device, whatever its addresses
+        assert result["transport"].startswith("ucx:tcp/lo")  # UCX takes a device, whatever its addresses
     else:
-        assert told["addresses"] == ["127.0.0.1", "127.0.0.2"]
+        assert result["addresses"] == ["127.0.0.1", "127.0.0.2"]
 
 
 @pytest.mark.native

@@ -314,14 +314,14 @@ class _Judge:
         right, text = self._pool.right(asked.number), asked.text
         if text.startswith(right):
             return self._result(asked, "right")
-        kind, whose = self._owner(asked, record)
+        kind, owner = self._owner(asked, record)
         at_char = _common_length(right, text)
         if not kind:
             kind = "cut" if at_char == len(text) else "garbage"
         gap = self._gap(asked) if kind == "garbage" else None
         return replace(
             self._result(asked, kind),
-            whose=whose,
+            whose=owner,
             at_char=at_char,
             answer=text,
             expected=right,
@@ -380,9 +380,9 @@ class _Judge:
         return departure(answers.choices[asked.number], asked.text) if answers.choices else None
 
 
-def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, own_id: str = "") -> str:
+def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, request_id: str = "") -> str:
     """Describe a request's surroundings: concurrent requests and recent failures."""
-    others = [record for record in records if record.request_id != own_id]
+    others = [record for record in records if record.request_id != request_id]
     under_way = sum(
         (record.sent_s or record.scheduled_s) <= sent_s
         and (record.last_token_s is None or record.last_token_s >= sent_s)

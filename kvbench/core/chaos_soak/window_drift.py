@@ -102,10 +102,10 @@ def settled(windows: Sequence[SoakWindow]) -> list[SoakWindow]:
 
 def _center(values: np.ndarray[Any, np.dtype[np.float64]], sessions: Sequence[int]) -> Any:
     means: Mapping[int, float] = {
-        session: float(np.mean([v for v, own in zip(values, sessions, strict=True) if own == session]))
+        session: float(np.mean([v for v, owner in zip(values, sessions, strict=True) if owner == session]))
         for session in set(sessions)
     }
-    return np.array([value - means[own] for value, own in zip(values, sessions, strict=True)])
+    return np.array([value - means[session] for value, session in zip(values, sessions, strict=True)])
 
 
 def student_t(confidence: float, freedom: int) -> float:

@@ -93,8 +93,8 @@ class Pair:
     def _ahead(self) -> str:
         sides = []
         for first, (name, behind) in ((True, (self.one, self.other)), (False, (self.other, self.one))):
-            if mine := [ratio.text() for ratio in self.significant if ratio.first_ahead == first]:
-                sides.append(f"{name} is ahead of {behind}: {', '.join(mine)}")
+            if texts := [ratio.text() for ratio in self.significant if ratio.first_ahead == first]:
+                sides.append(f"{name} is ahead of {behind}: {', '.join(texts)}")
         return "; ".join(sides)
 
     def about(self) -> str:
@@ -186,7 +186,7 @@ def _at_rates(
     rates = [sorted({row.request_rate or 0.0 for row in rows}) for _, rows in (one, other)]
     common = [rate for rate in rates[0] if rate in rates[1]]
     if not common:
-        texts = [" or ".join(figure_text(rate) for rate in mine) for mine in rates]
+        texts = [" or ".join(figure_text(rate) for rate in offered) for offered in rates]
         why = f"different rates were offered, {texts[0]} and {texts[1]} req/s"
         ratios = _ratios(one[1], other[1], "") if len(one[1]) == len(other[1]) == 1 else ()
         yield Pair(by, *names, place, ratios, "", (why,), (*one[1], *other[1]))

@@ -99,15 +99,15 @@ def check_claim(claim: Claim, rows: Sequence[LoadRow]) -> Finding | None:
 
 
 def _values(claim: Claim, rows: Sequence[LoadRow]) -> Iterable[tuple[bool, str]]:
-    for connector, said in claim.values.items():
+    for connector, stated in claim.values.items():
         for row in rows:
             value = row.get(claim.figure)
             if row.cell.connector == connector and value is not None:
-                good = abs(value - said) <= VALUE_TOLERANCE * abs(value)
+                good = abs(value - stated) <= VALUE_TOLERANCE * abs(value)
                 yield (
                     good,
                     f"{claim.figure} of {connector} at {row.cell.input_len:,} is {figure_text(value)}, "
-                    f"not {figure_text(said)}",
+                    f"not {figure_text(stated)}",
                 )
 
 
@@ -234,8 +234,8 @@ def _rows_text(rows: Sequence[LoadRow]) -> str:
     for row in rows:
         lengths.setdefault(row.name or row.cell.connector, []).append(row.cell.input_len)
     return "; ".join(
-        f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(mine))}"
-        for name, mine in lengths.items()
+        f"{name} at {', '.join(f'{length:,}' for length in dict.fromkeys(input_lens))}"
+        for name, input_lens in lengths.items()
     )
 
 

@@ -50,7 +50,7 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     if not wrong:
         return None
     share = WORDED_SHARE if evidence.worded else evidence.limits.count_tolerance
-    far = sum(n for (sent, read), n in wrong.items() if abs(read - sent) > max(BOS, share * sent))
+    outside = sum(n for (sent, read), n in wrong.items() if abs(read - sent) > max(BOS, share * sent))
     near = evidence.worded or all(abs(read - sent) <= BOS for sent, read in wrong)
     level = "note" if near else "warning"
     (sent, read), _ = max(wrong.items(), key=lambda item: item[1])
@@ -58,7 +58,7 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
     shorter = read < sent
     return Finding(
         "wrong_prompt_length",
-        "invalid" if far > evidence.limits.wrong_length_share * len(answers) else level,  # type: ignore[arg-type]
+        "invalid" if outside > evidence.limits.wrong_length_share * len(answers) else level,  # type: ignore[arg-type]
         f"the server read other prompts than were sent: {count} of {len(answers)} answers report so in their "
         f"usage, mostly {read} prompt tokens where {sent} were sent",
         "it truncates prompts, so latencies are those of shorter ones: raise max_model_len "
@@ -66,7 +66,7 @@ def wrong_prompt_length(evidence: Evidence) -> Finding | None:
         if shorter
         else "it adds tokens before the prompt (BOS, template) or reads the ids as text: make it "
         "accept token ids, or set input_len to the reported length",
-        {"sent": sent, "read": read, "answers": count, "told": len(answers), "far": far},
+        {"sent": sent, "read": read, "answers": count, "told": len(answers), "far": outside},
     )
 
 

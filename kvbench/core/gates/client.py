@@ -120,7 +120,7 @@ _LACKING: Final = (
     "|No space left on device"
 )
 """Errors for missing descriptors, ports, memory or disk: EMFILE, EADDRNOTAVAIL, ENOBUFS, ENOMEM, ENOSPC."""
-_OWN: Final = re.compile(_LACKING)
+_OS_ERROR: Final = re.compile(_LACKING)
 _OF_ROUTER: Final = re.compile(rf"cannot be reached: [^\n]*({_LACKING})")
 """Response of kvbench's router when it cannot connect to a server."""
 _STEP: Final = "step"
@@ -163,11 +163,11 @@ def own_resources(evidence: Evidence) -> Finding | None:
 
 def _starved_process(record: RequestRecord, emulated: bool) -> str:
     """Return the kvbench process that lacked resources for a request; empty if none."""
-    if record.error == "connect" and _OWN.search(record.error_detail):
+    if record.error == "connect" and _OS_ERROR.search(record.error_detail):
         return "load generator"
     if record.error == "http_error" and _OF_ROUTER.search(record.error_detail):
         return "router"
-    if record.error == "http_error" and emulated and _OWN.search(record.error_detail):
+    if record.error == "http_error" and emulated and _OS_ERROR.search(record.error_detail):
         return "emulated engine"
     return ""
 

@@ -40,8 +40,8 @@ def lowest_id(vocab_size: int) -> int:
 def token_prompts(num_prompts: int, shape: PromptShape, seed: int) -> NDArray[np.int32]:
     """Return token ids, shape (num_prompts, input_len), in [lowest_id(vocab_size), vocab_size). Raises
     InputError if prompts or vocabulary are too small for distinct prompts."""
-    own_len = shape.input_len - shape.shared_prefix_len
-    if shape.shared_prefix_len < 0 or own_len < 1:
+    unique_len = shape.input_len - shape.shared_prefix_len
+    if shape.shared_prefix_len < 0 or unique_len < 1:
         raise InputError(
             f"input_len {shape.input_len} must exceed shared_prefix_len {shape.shared_prefix_len}"
         )
@@ -52,9 +52,9 @@ def token_prompts(num_prompts: int, shape: PromptShape, seed: int) -> NDArray[np
     random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([_STREAM, seed])))
     shared = random.integers(low, shape.vocab_size, shape.shared_prefix_len)
     digits = _digits_needed(num_prompts, choices)
-    if digits > own_len:
+    if digits > unique_len:
         raise InputError(
-            f"{num_prompts} prompts of {own_len} tokens cannot all differ with only {choices} token ids",
+            f"{num_prompts} prompts of {unique_len} tokens cannot all differ with only {choices} token ids",
             hint="use longer prompts or a larger vocab_size",
         )
     prompts = random.integers(low, shape.vocab_size, (num_prompts, shape.input_len), dtype=np.int32)

@@ -203,9 +203,9 @@ def noise_of(reference: Outputs) -> Noise:
 
 def gap_of(choice: TokenChoice) -> float | None:
     """Return the log-probability of the token minus the best alternative's."""
-    own = choice.logprobs.get(choice.token)
+    chosen = choice.logprobs.get(choice.token)
     others = [value for token, value in choice.logprobs.items() if token != choice.token]
-    return None if own is None or not others else own - max(others)
+    return None if chosen is None or not others else chosen - max(others)
 
 
 def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> Iterator[float]:
@@ -215,8 +215,8 @@ def gap_changes(first: Sequence[TokenChoice], again: Sequence[TokenChoice]) -> I
         rival = other.token if other.token != one.token else _likeliest_other(one)
         values = [choice.logprobs.get(token) for choice in (one, other) for token in (one.token, rival)]
         if None not in values:
-            own, beside, own_again, beside_again = (value or 0.0 for value in values)
-            yield abs((own - beside) - (own_again - beside_again))
+            chosen, alternative, chosen_again, alternative_again = (value or 0.0 for value in values)
+            yield abs((chosen - alternative) - (chosen_again - alternative_again))
         if other.token != one.token:
             return
 
@@ -235,15 +235,15 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
         if text.startswith(before + choice.token):
             before += choice.token
             continue
-        own = choice.logprobs.get(choice.token)
-        if own is None or not text.startswith(before):
+        chosen = choice.logprobs.get(choice.token)
+        if chosen is None or not text.startswith(before):
             return None
         taken = [
             value
             for token, value in choice.logprobs.items()
             if token and token != choice.token and text.startswith(before + token)
         ]
-        return own - (max(taken) if taken else min(choice.logprobs.values()))
+        return chosen - (max(taken) if taken else min(choice.logprobs.values()))
     return None
 
 

@@ -104,9 +104,9 @@ def instance_names(plan: Mapping[str, Any], label: str) -> list[str]:
 def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
     """Return the GPUs of each instance in plan.json, one per rank; 0 where the ranks are no numbers."""
     deployment = _mapping(_mapping(plan.get("scenario")).get("deployment"))
-    options, own = _mapping(deployment.get("engine_options")), _own_ranks(plan, label)
+    options, per_instance = _mapping(deployment.get("engine_options")), _listed_ranks(plan, label)
     return {
-        name: own.get(name) or _ranks(deployment, options, name.partition("-")[0])
+        name: per_instance.get(name) or _ranks(deployment, options, name.partition("-")[0])
         for name in instance_names(plan, label)
     }
 
@@ -114,12 +114,12 @@ def ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
 def tensor_ranks_in(plan: Mapping[str, Any], label: str) -> dict[str, int]:
     """Return the tensor parallel ranks of each instance in plan.json."""
     common = _mapping(_mapping(plan.get("scenario")).get("deployment")).get("tensor_parallel_size", 1)
-    own = _ranks_by_instance(plan, label)
-    found = {name: own.get(name, {}).get("tensor", common) for name in instance_names(plan, label)}
+    per_instance = _ranks_by_instance(plan, label)
+    found = {name: per_instance.get(name, {}).get("tensor", common) for name in instance_names(plan, label)}
     return {name: count for name, count in found.items() if isinstance(count, int)}
 
 
-def _own_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
+def _listed_ranks(plan: Mapping[str, Any], label: str) -> dict[str, int]:
     """Return the tensor parallel ranks by instance, which the plan lists if they differ."""
     return {name: math.prod(ranks.values()) for name, ranks in _ranks_by_instance(plan, label).items()}
 

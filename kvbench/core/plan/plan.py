@@ -397,7 +397,7 @@ def _deployment(
 ) -> DeploymentPlan:
     wanted = scenario.deployed(label_and_name[0])
     several = len(scenario.deployment.tensor_parallel_size) > 1
-    own_ranks = several or any(
+    explicit_ranks = several or any(
         size and size.given for size in (wanted.prefill, wanted.decode, wanted.aggregated)
     )
     # The servers behind a URL are given; reference outputs are not timed, so one engine suffices.
@@ -414,7 +414,7 @@ def _deployment(
         side = 0 if info is None else info.side_ports(role, ranks)
         port, side_port = ports.take(), ports.take(side) if side else None
         group = ports.take(GROUP_PORTS) if len(wanted.nodes_of(name)) > 1 else None
-        given = ranks if own_ranks else None
+        given = ranks if explicit_ranks else None
         instances.append(InstancePlan(name, role, rank, port, side_port, max(side, 1), group, ranks=given))
     services = 0 if info is None else info.service_ports
     return DeploymentPlan(

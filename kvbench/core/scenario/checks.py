@@ -93,15 +93,15 @@ def session_problems(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...],
         return
     if not isinstance(wanted, Mapping):
         return
-    here, source = ("workload", "sessions"), wanted.get("source", "shape")
+    location, source = ("workload", "sessions"), wanted.get("source", "shape")
     if source in ("recorded", "fitted") and not wanted.get("path"):
-        yield (*here, "source"), f"source {source} needs workload.sessions.path, a corpus"
+        yield (*location, "source"), f"source {source} needs workload.sessions.path, a corpus"
     if source == "shape" and wanted.get("path"):
-        yield (*here, "path"), "a corpus is for source recorded or fitted, and the source is shape"
+        yield (*location, "path"), "a corpus is for source recorded or fitted, and the source is shape"
     if source != "shape" and wanted.get("shape") is not None:
-        yield (*here, "shape"), f"shape is for source shape, and the source is {source}"
+        yield (*location, "shape"), f"shape is for source shape, and the source is {source}"
     if workload.get("trace") is not None:
-        yield here, "a workload has a trace or sessions, not both"
+        yield location, "a workload has a trace or sessions, not both"
     if (method := search.get("method", "sustained")) not in ("sustained", "fixed"):
         yield ("search", "method"), f"sessions are for method sustained or fixed, and the method is {method}"
     load = _section(data, "load")
@@ -209,12 +209,12 @@ def _slo(data: Mapping[str, Any]) -> Iterator[DataMistake]:
     tiers = slo.get("tiers") or {}
     if not isinstance(tiers, Mapping):
         return
-    own = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
-    if tiers and own:
+    keys = [key for key in ("ttft_ms", "tpot_ms", "limits") if slo.get(key)]
+    if tiers and keys:
         yield DataMistake(
-            ("slo", own[0]), f"slo.{own[0]} conflicts with slo.tiers: move it into the tiers it applies to"
+            ("slo", keys[0]), f"slo.{keys[0]} conflicts with slo.tiers: move it into the tiers it applies to"
         )
-    elif not tiers and not own and _needs_slo(data):
+    elif not tiers and not keys and _needs_slo(data):
         if "slo" in data:
             yield DataMistake(("slo",), "slo needs a limit: ttft_ms, tpot_ms, or both")
         else:

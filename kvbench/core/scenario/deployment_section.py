@@ -209,9 +209,9 @@ class Deployment(Section):
     @property
     def aggregated_engines(self) -> int:
         """Number of engines of a deployment without P/D."""
-        own = self.aggregated
-        if own is None or own.instances is not None:
-            return own.instances if own is not None and own.instances else self._engines
+        aggregated = self.aggregated
+        if aggregated is None or aggregated.instances is not None:
+            return aggregated.instances if aggregated is not None and aggregated.instances else self._engines
         return max(1, self.pair_gpus // self.ranks_of("aggregated-0").gpus)
 
     @property
@@ -325,8 +325,8 @@ class Deployment(Section):
             raise error_at(
                 ("tensor_parallel_size",), "a list has no effect if prefill and decode set their own sizes"
             )
-        own = self.aggregated
-        if own is not None and own.instances is None and len(self.tensor_parallel_size) == 1:
+        aggregated = self.aggregated
+        if aggregated is not None and aggregated.instances is None and len(self.tensor_parallel_size) == 1:
             gpus = self.ranks_of("aggregated-0").gpus
             if self.pair_gpus % gpus:
                 raise error_at(
@@ -342,9 +342,9 @@ class Deployment(Section):
         As with vLLM's ``--nnodes``, a data-parallel rank takes whole hosts, or a host takes whole ranks."""
         for role in ("prefill", "decode", "aggregated"):
             size: RoleRanks | None = getattr(self, role)
-            own = (size.tensor_parallel_size,) if size and size.tensor_parallel_size else None
+            tensors = (size.tensor_parallel_size,) if size and size.tensor_parallel_size else None
             for group in getattr(self.roles, role) if self.hosts else ():
-                for tensor in own or self.tensor_parallel_size:
+                for tensor in tensors or self.tensor_parallel_size:
                     ranks = replace(self.ranks_of(f"{role}-0"), tensor=tensor)
                     on_each, rest = divmod(ranks.gpus, len(group))
                     whole = ranks.gpus // ranks.data
@@ -380,7 +380,7 @@ class Deployment(Section):
         return typed(info, "engine", raw, "engines", EngineOptions())
 
 
-OWN_KEYS: Final = ("name", "label", "tensor_parallel_size")
+COMMON_KEYS: Final = ("name", "label", "tensor_parallel_size")
 """Keys of a connector's entry that are no options."""
 
 
@@ -403,8 +403,8 @@ class ConnectorChoice(Section):
             return {"name": raw}
         if not isinstance(raw, Mapping) or isinstance(raw.get("options"), BaseModel):
             return raw
-        own = {key: raw[key] for key in OWN_KEYS if key in raw}
-        return own | {"options": {key: value for key, value in raw.items() if key not in own}}
+        common = {key: raw[key] for key in COMMON_KEYS if key in raw}
+        return common | {"options": {key: value for key, value in raw.items() if key not in common}}
 
     @field_validator("name")
     @classmethod

@@ -120,9 +120,9 @@ class Roles(Section):
 
     def groups(self, role: str) -> tuple[tuple[str, ...], ...]:
         """Return the hosts of a role's instances, or of the role that replaces it."""
-        own: tuple[Any, ...] = getattr(self, role, ())
-        if own:
-            return tuple((group,) if isinstance(group, str) else tuple(group) for group in own)
+        hosts: tuple[Any, ...] = getattr(self, role, ())
+        if hosts:
+            return tuple((group,) if isinstance(group, str) else tuple(group) for group in hosts)
         if role == "loadgen":
             return self.groups("router")
         if role in ("prefill", "decode"):
@@ -154,7 +154,7 @@ class Roles(Section):
 Word = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f]*$")]
 SCHEDULED_ROLES: Final = ("prefill", "decode", "router", "loadgen")
 _VALUE: Final = r"^[^\x00-\x20\x7f]{0,512}$"
-_OWN: Final = ("--job-name", "-J", "--no-shell", "--jobid", "--het-group", "--wait", "-W", "--begin")
+_RESERVED: Final = ("--job-name", "-J", "--no-shell", "--jobid", "--het-group", "--wait", "-W", "--begin")
 _VARIABLE: Final = r"^[A-Za-z_][A-Za-z0-9_]*$"
 Variable = Annotated[str, Field(pattern=_VARIABLE)]
 
@@ -196,7 +196,7 @@ class SlurmNodes(_Equipped):
         for word in words:
             if not word.startswith("-") or word == "--":
                 raise custom(f"each must be an option with its value, as --name=value, unlike {word!r}")
-            if word.split("=")[0] in _OWN:
+            if word.split("=")[0] in _RESERVED:
                 raise custom(f"{word.split('=')[0]} is set by kvbench itself")
         return words
 

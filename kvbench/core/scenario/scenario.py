@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from kvbench.core.physics import ModelShape
 from kvbench.core.scenario.base import NAME_PATTERN, Registry, Section, Several, whole_number
 from kvbench.core.scenario.checks import contradictions, explain, keys_below, locate_conflicts
-from kvbench.core.scenario.deployment_section import OWN_KEYS, ConnectorChoice, Deployment
+from kvbench.core.scenario.deployment_section import COMMON_KEYS, ConnectorChoice, Deployment
 from kvbench.core.scenario.goals import Search, Slo, Tier
 from kvbench.core.scenario.json_schema import scenario_schema_of
 from kvbench.core.scenario.options import ConnectorOptions
@@ -166,16 +166,16 @@ class Scenario(Section):
 
     @property
     def request_timeout_s(self) -> float:
-        own = self.workload.request_timeout_s
-        if own is not None:
-            return own
+        timeout_s = self.workload.request_timeout_s
+        if timeout_s is not None:
+            return timeout_s
         return default_timeout_s(self.slo.by_tier().values(), self.workload.longest_output)
 
     def resolved(self) -> dict[str, Any]:
         """Return everything with its defaults as plain data, which is valid content of a scenario file."""
         data = self.model_dump(mode="json")
         data["connectors"] = [
-            {**{key: entry[key] for key in OWN_KEYS if entry[key] is not None}, **entry["options"]}
+            {**{key: entry[key] for key in COMMON_KEYS if entry[key] is not None}, **entry["options"]}
             for entry in data["connectors"]
         ]
         return data
@@ -325,5 +325,5 @@ def _keys_at(registry: Registry, data: Mapping[str, Any]) -> dict[str, list[str]
     for index, connector in enumerate(connectors if isinstance(connectors, list) else []):
         name = connector.get("name") if isinstance(connector, dict) else connector
         model = registry.connectors.get(name) if isinstance(name, str) else None
-        keys[f"connectors.{index}"] = [*OWN_KEYS, *(model.model_fields if model else [])]
+        keys[f"connectors.{index}"] = [*COMMON_KEYS, *(model.model_fields if model else [])]
     return keys

@@ -142,14 +142,14 @@ class Workload(Section):
     @property
     def longest_output(self) -> int:
         """Most output tokens of one request."""
-        own = self.trace or self.sessions
-        return max(self.output_len, own.longest_output if own else 0)
+        source = self.trace or self.sessions
+        return max(self.output_len, source.longest_output if source else 0)
 
     @property
     def longest(self) -> int:
         """Most tokens of one request, prompt and output together."""
-        own, taken = max(self.input_len) + self.output_len, self.trace or self.sessions
-        return max(own, taken.longest) if taken else own
+        tokens, taken = max(self.input_len) + self.output_len, self.trace or self.sessions
+        return max(tokens, taken.longest) if taken else tokens
 
 
 MOST_WORKERS: Final = 256
@@ -241,7 +241,7 @@ class ModelChoice(Section):
 
     @field_validator("served_model_name")
     @classmethod
-    def _served_or_own_name(cls, served: str, info: ValidationInfo) -> str:
+    def _served_or_model_name(cls, served: str, info: ValidationInfo) -> str:
         return served or str(info.data.get("name", "unnamed"))
 
     @property

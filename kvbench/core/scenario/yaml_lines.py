@@ -126,16 +126,16 @@ def read_yaml(text: str, override: str = "") -> tuple[Node | None, list[Mistake]
     try:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader)), builder.mistakes
     except _UnreadableError as problem:
-        line, said = problem.line, str(problem)
+        line, message = problem.line, str(problem)
     except yaml.MarkedYAMLError as problem:
-        line, said = _syntax(problem)
+        line, message = _syntax(problem)
     except yaml.reader.ReaderError as problem:
         line = text.count("\n", 0, problem.position) + 1
-        said = f"YAML syntax: the character U+{_code(problem.character):04X} is not allowed"
+        message = f"YAML syntax: the character U+{_code(problem.character):04X} is not allowed"
     except (ValueError, OverflowError):
         # PyYAML lets these through for escapes beyond Unicode and absurd directives.
-        line, said = builder.line, "YAML syntax: an escape or a version number is out of range"
-    return None, [*builder.mistakes, Mistake(Where(line, override), (), said)]
+        line, message = builder.line, "YAML syntax: an escape or a version number is out of range"
+    return None, [*builder.mistakes, Mistake(Where(line, override), (), message)]
 
 
 def _code(character: object) -> int:
@@ -247,8 +247,8 @@ class _Builder:
             value = replace(self._node(next(events), events, (*at, key)), key_where=where)
             if key in items:
                 first = items[key].label_where.line
-                said = f"the key {quoted(key)} is given twice, first on line {first}"
-                self._mistake(where, (*at, key), said, final=False)
+                message = f"the key {quoted(key)} is given twice, first on line {first}"
+                self._mistake(where, (*at, key), message, final=False)
             else:
                 items[key] = value
         return items

@@ -57,7 +57,7 @@ STRETCH_AFTER: Final = 9
 STRETCH: Final = 3.0
 """Their length then, as a multiple of the first full-length ones."""
 SOON: Final = 8
-SURE_SOON, SURE = 0.82, 0.865
+CERTAIN_SOON, CERTAIN = 0.82, 0.865
 """Probability that the rate is within the precision at which a search converges: in the first ``SOON``
 trials, and later (repeated looks find more by chance). In 226 searches of random systems 69 of 72 converged
 answers were right; with 0.82 throughout, 86 of 93."""
@@ -313,7 +313,7 @@ def _settled(history: TrialHistory, estimate: RateEstimate) -> float | None:
 
 def _precise(history: TrialHistory, estimate: RateEstimate, rate: float) -> bool:
     """Return whether the posterior is within the precision of a rate, without a long tail outside."""
-    precision, enough = history.limits.precision, SURE_SOON if len(history.outcomes) <= SOON else SURE
+    precision, enough = history.limits.precision, CERTAIN_SOON if len(history.outcomes) <= SOON else CERTAIN
     return estimate.width <= by_replay.CONFIRMS * precision and estimate.within(rate, precision) >= enough
 
 

@@ -36,10 +36,10 @@ reported four times a second)."""
 SATURATION_LATENCIES: Final = 5.0
 SATURATION_LEAST_S: Final = 2.0
 SATURATION_REQUESTS: Final = 1600
-SURE_COMPLETIONS: Final = 40
+STEADY_COMPLETIONS: Final = 40
 """Minimum number of completions before a steady rate ends the saturation."""
-SURE_LATENCIES: Final = 3.0
-SURE_LEAST_S: Final = 1.5
+STEADY_LATENCIES: Final = 3.0
+STEADY_LEAST_S: Final = 1.5
 """Minimum time since its first completion, in latencies and in seconds: if all slots were filled at once,
 completions come in waves of one latency."""
 BURIED_LATENCIES: Final = 16.0
@@ -75,10 +75,10 @@ class SaturationProbe:
         if rate is None:
             return False
         saturation = ends_s[ends_s >= self.begins_s]
-        if now_s - float(saturation.min()) < max(SURE_LATENCIES * self.latency_s, SURE_LEAST_S):
+        if now_s - float(saturation.min()) < max(STEADY_LATENCIES * self.latency_s, STEADY_LEAST_S):
             return False
         left = int(np.searchsorted(self.offsets_s, now_s)) - len(ends_s)
-        is_steady = len(saturation) >= SURE_COMPLETIONS and not found.grows
+        is_steady = len(saturation) >= STEADY_COMPLETIONS and not found.grows
         return is_steady or left > BURIED_LATENCIES * max(rate * self.latency_s, 1.0)
 
     def _skips_saturation(self, ends_s: FloatArray, now_s: float) -> bool:

@@ -43,7 +43,7 @@ class ClosedLoad:
 class TrialPlan:
     """Load of a trial, and its purpose.
 
-    ``mode``: None is the scenario's. ``twin_of``: number of the trial whose load this one repeats, perhaps
+    ``mode``: None is the scenario's. ``paired_with``: number of the trial whose load it repeats, perhaps
     its own; caches are emptied before. 0: a unique load. ``seed_key``: replaces the cell's lengths in the
     seed. ``searched``: the trial may end once its verdict for ``tier`` is certain. ``latency_s``: of one idle
     request, 0 if unknown. ``full_length``, ``least_s``: as in ``Probe``. ``requests``: replaces the load or
@@ -55,7 +55,7 @@ class TrialPlan:
     rate: float
     purpose: str
     mode: LoadMode | None = None
-    twin_of: int = 0
+    paired_with: int = 0
     method: Method = "sustained"
     tier: str = ""
     searched: bool = True
@@ -85,7 +85,7 @@ class TrialPlan:
         """Return the trial's seed from the run's; a repeated load has the original's. It does not depend on
         the connector: the n-th trials of all connectors at the same lengths share prompts and arrivals,
         scaled to the rate."""
-        return trial_seed(seed, self.seed_key or self.cell.lengths_key, self.twin_of or self.number)
+        return trial_seed(seed, self.seed_key or self.cell.lengths_key, self.paired_with or self.number)
 
 
 @dataclass(frozen=True)

@@ -367,12 +367,12 @@ class LiveTrial:
             for at in (kept, FAST)
         )
         headroom_s = limit_s - fast_s if math.isfinite(fast_s) else 0.0
-        own_rate = None
+        equivalent_rate = None
         if self.config.turns is None:
             headroom_s = max(headroom_s, 0.02 * limit_s)
-            own_rate = queue_rate(self._offsets, self.config.rate, window_s, headroom_s, share)
+            equivalent_rate = queue_rate(self._offsets, self.config.rate, window_s, headroom_s, share)
         return {
-            "queue_rate": own_rate,
+            "queue_rate": equivalent_rate,
             "attainment": look.share,
             "attainment_lower": look.lower,
             "attainment_upper": look.upper,

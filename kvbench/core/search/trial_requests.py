@@ -20,7 +20,7 @@ COLUMNS: Final = (
 )
 """Columns of a trial's request records that a replay needs."""
 
-FAR: Final = 9.0
+CENSORED: Final = 9.0
 """Value / limit of a request without an observed end."""
 FEW_FAILED: Final = 0.005
 """Share of failed requests up to which a trial continues after its first one."""

@@ -205,7 +205,7 @@ Arrays = Mapping[str, NDArray[Any]]
 def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
     """Return the load as arrays by name; lists of lists as values and ends. Prompts have no answers."""
     size, following = load.block_tokens, load.following
-    own = [nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)]
+    prompts = [nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)]
     goes_on = load.goes_on or [-1] * load.requests
     return {
         "block_tokens": np.array([size], np.int64),
@@ -219,8 +219,8 @@ def load_arrays(load: SessionLoad) -> dict[str, NDArray[Any]]:
         "last": np.asarray(following.last, np.bool_),
         "after": np.array([number for row in following.after for number in row], np.int64),
         "after_ends": np.cumsum([len(row) for row in following.after], dtype=np.int64),
-        "nodes": np.concatenate([*own, np.zeros(0, np.int64)]),
-        "nodes_ends": np.cumsum([len(row) for row in own], dtype=np.int64),
+        "nodes": np.concatenate([*prompts, np.zeros(0, np.int64)]),
+        "nodes_ends": np.cumsum([len(row) for row in prompts], dtype=np.int64),
     }
 
 

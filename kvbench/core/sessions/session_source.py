@@ -122,7 +122,7 @@ def due_times(session: Session, latency_s: float, begin_s: float = 0.0) -> Itera
 def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
     """Return the sessions of a scenario. Raises InputError if its limits leave none."""
     scale = wanted.think_scale, wanted.max_think_s
-    own = wanted.answers == "own"
+    own_answers = wanted.answers == "own"
     if corpus is None:
         corpus = shaped(wanted.shape or SessionShape())
     corpus = limited(corpus, wanted.length_scale, wanted.max_turns, wanted.max_input_len)
@@ -132,8 +132,8 @@ def source_of(wanted: Sessions, corpus: Corpus | None) -> SessionSource:
         )
     most = max(turn.output_len for session in corpus.sessions for _, turn in session.requests())
     if wanted.source == "recorded":
-        return SessionSource(corpus, None, own, scale, most, wanted.max_turns)
-    return SessionSource(None, fitted_model(corpus), own, scale, most, wanted.max_turns)
+        return SessionSource(corpus, None, own_answers, scale, most, wanted.max_turns)
+    return SessionSource(None, fitted_model(corpus), own_answers, scale, most, wanted.max_turns)
 
 
 def limited(corpus: Corpus, factor: float, max_turns: int | None, max_input_len: int | None) -> Corpus:

@@ -140,8 +140,8 @@ class SimulatedTrial:
             return [StepEngine(config, timing, system.time_scale, reuse=reuse) for _ in range(count)]
 
         last = "decode" if system.prefill else "aggregated"
-        own = (system.decode_config, system.decode_timing) if system.prefill else (None, None)
-        last_engines = engines(system.decode, own[0] or system.config, own[1] or system.timing)
+        decode = (system.decode_config, system.decode_timing) if system.prefill else (None, None)
+        last_engines = engines(system.decode, decode[0] or system.config, decode[1] or system.timing)
         self.roles = {last: Role(last_engines)}
         if system.prefill:
             self.roles["prefill"] = Role(engines(system.prefill, system.config, system.timing))
@@ -233,9 +233,9 @@ class SimulatedTrial:
         self._open += 1
         self._at(scheduled + load.timeout_s, self._time_out, flow)
         asked = self.now + over.router_ms / 1e3
-        own = self.system.timing.overhead_s(self.system.time_scale, prompt)
+        overhead_s = self.system.timing.overhead_s(self.system.time_scale, prompt)
         if self._first is None:
-            self._at(asked + over.front_end_ms / 1e3 + own, self._to_last, flow)
+            self._at(asked + over.front_end_ms / 1e3 + overhead_s, self._to_last, flow)
             return
         whole.remote_kv = True
         flow.part = EngineRequest(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
@@ -243,7 +243,7 @@ class SimulatedTrial:
         self._flow_of[flow.part] = flow
         record.router_received_s = self.now + over.router_ms / 2e3
         record.prefill_sent_s = asked
-        self._at(asked + over.front_end_ms / 2e3 + own, self._to_first, flow)
+        self._at(asked + over.front_end_ms / 2e3 + overhead_s, self._to_first, flow)
         if self.system.dispatch == "concurrent":
             self._ask_decode(flow)
 

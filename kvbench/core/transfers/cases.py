@@ -345,8 +345,8 @@ def _sense(case: Case, backend: BackendCapabilities, axes: Axes, memory_bytes: i
 
 def memory_needed(case: Case) -> int:
     """Return the bytes of all sides' buffers, as if all were on one host."""
-    here = case.initiators * initiator_layout(case).nbytes
-    return here + case.targets * target_layout(case).nbytes
+    initiator_bytes = case.initiators * initiator_layout(case).nbytes
+    return initiator_bytes + case.targets * target_layout(case).nbytes
 
 
 def _order(chosen: Sequence[BackendCapabilities]) -> Any:

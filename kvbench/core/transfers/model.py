@@ -193,15 +193,15 @@ def _rank(matrix: Array) -> int:
 def model_for(models: Sequence[TransferModel], backend: str, protocol: str = "") -> TransferModel:
     """Return the model of a connector's hand-over by a backend: its usual op, with the most NICs. Empty
     ``protocol``: the first measured one. Raises InputError if there is none."""
-    mine = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
-    if not mine:
+    found = [model for model in models if model.backend == backend and protocol in ("", model.protocol)]
+    if not found:
         over = f" over {protocol}" if protocol else ""
         there = dict.fromkeys(f"{model.backend}/{model.protocol}" for model in models)
         raise InputError(
             f"no transfer model for {backend}{over}", hint=f"known: {', '.join(there) or 'none'}"
         )
     usual = "write" if backend in WRITTEN_BY_P else "read"
-    return max(mine, key=lambda model: (model.protocol == mine[0].protocol, model.op == usual, model.nics))
+    return max(found, key=lambda model: (model.protocol == found[0].protocol, model.op == usual, model.nics))
 
 
 def models_of_json(data: Any) -> list[TransferModel]:

@@ -177,11 +177,11 @@ class VllmOptions(EngineOptions):
         return int(str(prefill)) if prefill == decode and str(prefill).isdecimal() else None
 
     def environment(self, role: Role, rank: int) -> dict[str, str]:
-        own = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
+        role_env = {"prefill": self.prefill_env, "decode": self.decode_env}.get(role, {})
         whole = (*self.prefill_devices, *self.decode_devices)
         devices = {"prefill": self.prefill_devices, "decode": self.decode_devices}.get(role, whole)
         chosen = {"CUDA_VISIBLE_DEVICES": devices[rank]} if rank < len(devices) else {}
-        return {**self.env, **chosen, **own}
+        return {**self.env, **chosen, **role_env}
 
     def ranks_in_args(self, role: str) -> dict[str, int]:
         arguments = self.arguments(role)
@@ -203,11 +203,11 @@ class VllmOptions(EngineOptions):
             "block-size": self.block_size,
             "enable-prefix-caching": None if self.enable_prefix_caching else False,
         }
-        own = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
+        role_args = {"prefill": self.prefill_args, "decode": self.decode_args}.get(role, {})
         single = self.instance_args.get(instance, {})
         given = {
             key.replace("_", "-"): value
-            for args in (self.engine_args, own, single)
+            for args in (self.engine_args, role_args, single)
             for key, value in args.items()
         }
         return {**typed, **given}

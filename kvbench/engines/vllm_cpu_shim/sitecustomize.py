@@ -122,12 +122,12 @@ def give_way() -> None:
 
 
 def stop_pinning() -> None:
-    said = False
+    reported = False
 
     def leave_affinity(pid: int, mask: Any) -> None:
-        nonlocal said
-        if not said:
-            said = True
+        nonlocal reported
+        if not reported:
+            reported = True
             say("os.sched_setaffinity does nothing: P and D would be pinned to the same core")
 
     os.sched_setaffinity = leave_affinity

@@ -200,8 +200,8 @@ def run(command: Sequence[str], lines: Sequence[str] | None = None) -> str:
     except OSError as error:
         raise LabError(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        said = " | ".join(done.stderr.strip().splitlines()[:3]) or f"exit code {done.returncode}"
-        raise LabError(f"{' '.join(command)}: {said}")
+        reason = " | ".join(done.stderr.strip().splitlines()[:3]) or f"exit code {done.returncode}"
+        raise LabError(f"{' '.join(command)}: {reason}")
     return done.stdout
 
 
@@ -240,8 +240,8 @@ class Holders:
         self._started.append(process)
         assert process.stdout is not None
         readable, _, _ = select.select([process.stdout], [], [], HOLDER_DEADLINE_S)
-        said = process.stdout.readline().strip() if readable else ""
-        if said != "ready":
+        answer = process.stdout.readline().strip() if readable else ""
+        if answer != "ready":
             process.kill()
             _, complaint = process.communicate(timeout=HOLDER_DEADLINE_S)
             words = " | ".join(complaint.strip().splitlines()[:2]) or "it did not answer"

@@ -124,8 +124,8 @@ class LabPlan:
 def route_line(plan: LabPlan, side: Side, nic: int, congestion: str | None) -> str:
     """Return the route over one NIC, which names the congestion control. A namespace's default may only be an
     unrestricted algorithm; a route may name any available one."""
-    name, own = plan.interface(nic), plan.address(side, nic)
-    line = f"route replace {plan.prefix}.{nic}.0/24 dev {name} src {own}"
+    name, address = plan.interface(nic), plan.address(side, nic)
+    line = f"route replace {plan.prefix}.{nic}.0/24 dev {name} src {address}"
     return f"{line} congctl {congestion}" if congestion else line
 
 

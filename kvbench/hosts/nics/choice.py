@@ -190,8 +190,8 @@ def _tcp_fault(root: Path, nic: Mapping[str, Any], addresses: Sequence[str], in_
         return f"part of {(folder / 'master').resolve().name}"
     if nic["pci_address"] is None and not (folder / "bonding").is_dir() and not in_lab:
         # A pair's other end has another number. A VLAN's interface is named after its parent.
-        own, other = read_int(folder / "ifindex"), read_int(folder / "iflink")
-        if not (folder / "device").exists() and own == other:
+        number, other = read_int(folder / "ifindex"), read_int(folder / "iflink")
+        if not (folder / "device").exists() and number == other:
             return "a virtual interface with no hardware below"
         if not list(folder.glob("lower_*")) and not (folder / "device").exists():
             return "one end of a virtual pair (veth)"
@@ -238,11 +238,11 @@ def _place_of_pci(address: str, root: Path) -> MemoryPlace:
 def distance(nic: Nic, place: MemoryPlace, root: Path = ROOT) -> tuple[int, int]:
     """Distance of a NIC from memory: (kind, PCI bridges). Kinds as in ``nvidia-smi topo``: 0 PCI switches
     (PIX, PXB), 1 one host bridge (PHB), 2 one NUMA node (NODE), 3 across nodes (SYS) or unknown."""
-    near, far = (_pci_path(address, root) for address in (nic.pci_address, place.pci_address))
+    nic_path, place_path = (_pci_path(address, root) for address in (nic.pci_address, place.pci_address))
     common = 0
-    while common < min(len(near), len(far)) and near[common] == far[common]:
+    while common < min(len(nic_path), len(place_path)) and nic_path[common] == place_path[common]:
         common += 1
-    hops = len(near) + len(far) - 2 * common
+    hops = len(nic_path) + len(place_path) - 2 * common
     if common >= 2:
         return 0, hops
     if common == 1:

@@ -105,7 +105,7 @@ def _interface_names(machine: Machine, environ: Settings) -> Harms:
         absent = [
             word
             for word in wanted
-            if word not in known and (exact or not any(own.startswith(word) for own in known))
+            if word not in known and (exact or not any(key.startswith(word) for key in known))
         ]
         if absent:
             there = f"use one of these:  {', '.join(known)}" if known else f"unset {name}: there is none here"
@@ -145,9 +145,9 @@ def _mooncake(machine: Machine, environ: Settings) -> Harms:
         fix = f"ip link set {small[0]} mtu 9000, or lower it"
         yield "MC_MTU", "warn", f"{', '.join(small)} carries less", fix
     address = environ.get("MC_TCP_BIND_ADDRESS", "")
-    own = [ip for known in machine.addresses.values() for ip in known]
-    if address and address not in ("0.0.0.0", "::", *own):
-        fix = f"one of: {', '.join(own)}"
+    local_ips = [ip for known in machine.addresses.values() for ip in known]
+    if address and address not in ("0.0.0.0", "::", *local_ips):
+        fix = f"one of: {', '.join(local_ips)}"
         yield "MC_TCP_BIND_ADDRESS", "missing", "no interface has this address", fix
     topology = environ.get("MC_CUSTOM_TOPO_JSON", "")
     if topology and not Path(topology).is_file():

@@ -183,8 +183,8 @@ def read(path: Path, name: str | None = None) -> ImportedFile:
     reading = importers.get(found).read(path)
     keep_plausible(reading)
     if not reading.rows:
-        said = [problem.said() for problem in reading.problems] or [f"{path.name}: contains no result"]
-        raise InputError(f"{path.name} as {found} has no complete result:  " + "; ".join(said[:3]))
+        texts = [problem.message() for problem in reading.problems] or [f"{path.name}: contains no result"]
+        raise InputError(f"{path.name} as {found} has no complete result:  " + "; ".join(texts[:3]))
     reading.problems += _cut_off_rows(path, reading)
     return ImportedFile(path, found, reading)
 
@@ -340,7 +340,7 @@ def _print(
         _line(console, f"not reported in any row: {', '.join(everywhere)}", "dim")
     problems = [problem for source in sources for problem in source.reading.problems]
     for problem in problems[:_SHOWN]:
-        _line(console, f"  • {problem.said()}", "yellow")
+        _line(console, f"  • {problem.message()}", "yellow")
     if len(problems) > _SHOWN:
         _line(
             console, f"  • and {len(problems) - _SHOWN} more: see imported.left_out in the manifest", "yellow"

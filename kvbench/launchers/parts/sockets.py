@@ -33,7 +33,7 @@ def is_free(host: str, port: int) -> bool:
     return False
 
 
-def is_here(host: str) -> bool:
+def is_local(host: str) -> bool:
     return is_free(host, 0)
 
 

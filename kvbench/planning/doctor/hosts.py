@@ -23,7 +23,7 @@ from kvbench.launchers.agents.agent_client import AgentClient
 from kvbench.launchers.agents.remote import Fleet
 from kvbench.launchers.placement import fleet_with
 from kvbench.planning.doctor.doctor import affinity_checks, folding_table, print_checks
-from kvbench.planning.gpu_dealing import VISIBLE, far_device_env
+from kvbench.planning.gpu_dealing import VISIBLE, remote_device_env
 from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import transport_findings
@@ -161,7 +161,7 @@ def gpu_checks(scenario: Scenario, plan: Plan, answers: Mapping[str, Mapping[str
     most = max(plan.deployments, key=lambda deployment: len(deployment.instances))
 
     def dealt() -> str:
-        given = far_device_env(scenario, most, answers)
+        given = remote_device_env(scenario, most, answers)
         return "; ".join(f"{name}: {env[VISIBLE]}" for name, env in given.items())
 
     check = Check.tried("gpus", dealt)

@@ -84,14 +84,14 @@ class Known:
         stream = self._stream
         before = stream.text_so_far, stream.empty_events, stream.first_event
         empty_after, after = stream.empty_after, len(stream.empty_after)
-        told = stream.completion_tokens, stream.prompt_tokens
+        usage = stream.completion_tokens, stream.prompt_tokens
         try:
             for chunk in chunks:
                 count += self._is_token(chunk)
         except UnusualError:  # the general path parses all of it again
             stream.text_so_far, stream.empty_events, stream.first_event = before
             stream.empty_after = empty_after[:after]
-            stream.completion_tokens, stream.prompt_tokens = told
+            stream.completion_tokens, stream.prompt_tokens = usage
             raise
         if rest:
             self.end = read

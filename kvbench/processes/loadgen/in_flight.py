@@ -155,7 +155,7 @@ class InFlightRequest:
                 record.first_blank = first.blank
                 untimed = stream.empty_events - len(after)
                 outside = first.empty_before + len(stream.empty_after) - len(after)
-                shape = StreamShape(first.text_bytes, stream.text_bytes, first.told_tokens, untimed, outside)
+                shape = StreamShape(first.text_bytes, stream.text_bytes, first.tokens, untimed, outside)
                 record.untimed_tokens = untimed_tokens(record.output_len, record.itl_s, shape)
             self._take_router_times(answer.headers, start_s, tokens[0] / 1e9)
 

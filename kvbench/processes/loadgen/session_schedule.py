@@ -90,10 +90,10 @@ class SessionPrompts:
         self._load = load
         self._encode = encode
         size = load.block_tokens
-        self._own = [
+        self._nodes = [
             nodes[: length // size] for nodes, length in zip(load.prompts, load.input_len, strict=True)
         ]
-        self._blocks = 1 + max((int(nodes.max()) for nodes in self._own if len(nodes)), default=-1)
+        self._blocks = 1 + max((int(nodes.max()) for nodes in self._nodes if len(nodes)), default=-1)
         # After the tree's blocks: one for the unique end of each prompt.
         self._tokens = BlockTokens(vocab_size, size, self._blocks + load.requests, seed)
         self._encoded: list[bytes | None] = [None] * self._blocks
@@ -106,7 +106,7 @@ class SessionPrompts:
         count, reserved = 0, self._answer_blocks()
         waits = [bool(row) for row in self._load.following.after]
         for place in sorted(range(len(waits)), key=waits.__getitem__):
-            nodes = self._own[place]
+            nodes = self._nodes[place]
             for node in self._fill(nodes[~reserved[nodes]]):
                 count += len(self._encoded[node] or b"")
             if count > PREPARED_BYTES:
@@ -116,7 +116,7 @@ class SessionPrompts:
         found, load = np.zeros(self._blocks, np.bool_), self._load
         for earlier, later in self._followers.items():
             until = load.input_len[earlier] + load.output_len[earlier]
-            found[self._own[later][len(self._own[earlier]) : -(-until // load.block_tokens)]] = True
+            found[self._nodes[later][len(self._nodes[earlier]) : -(-until // load.block_tokens)]] = True
         return found
 
     def needs_answer(self, place: int) -> bool:
@@ -131,14 +131,14 @@ class SessionPrompts:
         self._ends.pop(place, None)
 
     def json(self, place: int) -> bytes:
-        nodes, size = self._own[place], self._load.block_tokens
+        nodes, size = self._nodes[place], self._load.block_tokens
         length = self._load.input_len[place]
         behind = length - size * len(nodes)
-        own = np.array([self._blocks + place])
+        end_block = np.array([self._blocks + place])
         earlier = self._load.goes_on[place] if self._load.goes_on else -1
-        end = self._tokens.of(own, behind)[0]
+        end = self._tokens.of(end_block, behind)[0]
         if earlier >= 0:
-            given, begins = self._ends.pop(earlier), len(self._own[earlier])
+            given, begins = self._ends.pop(earlier), len(self._nodes[earlier])
             self._put(given, nodes[begins:])
             rest = given[size * (len(nodes) - begins) :][:behind]
             end[: len(rest)] = rest
@@ -163,8 +163,8 @@ class SessionPrompts:
                 continue
             tokens = given[begin : begin + size]
             if len(tokens) < size:
-                own = self._tokens.of(np.array([node]), size)[0]
-                tokens = np.concatenate([tokens, own[len(tokens) :]])
+                filler = self._tokens.of(np.array([node]), size)[0]
+                tokens = np.concatenate([tokens, filler[len(tokens) :]])
             self._encoded[node] = self._encode(tokens)
 
     def _fill(self, nodes: Blocks) -> list[int]:

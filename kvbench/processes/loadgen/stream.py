@@ -42,7 +42,7 @@ class FirstEvent:
 
     text_bytes: int
     blank: bool
-    told_tokens: int | None
+    tokens: int | None
     empty_before: int
 
 

@@ -124,9 +124,9 @@ class Liar:
         """Swap the bodies of two requests, so that each client gets the other's answer."""
         if self._waiting is not None:
             other, self._waiting = self._waiting, None
-            mine = dict(vars(body))
+            fields = dict(vars(body))
             vars(body).update(vars(other.body))
-            vars(other.body).update(mine)
+            vars(other.body).update(fields)
             other.crossed.set()
         elif self._count % CROSS_EVERY == 0:
             self._waiting = held = _WaitingRequest(body, asyncio.Event())

@@ -75,11 +75,11 @@ class Peers:
         if peer.get("backend") != self._backend:
             raise TransferError(f"the peer speaks {peer.get('backend')!r}, this side {self._backend!r}")
         layout = Layout(**peer["layout"])
-        mine = self._layout
-        if (layout.regions, layout.block_bytes) != (mine.regions, mine.block_bytes):
+        local = self._layout
+        if (layout.regions, layout.block_bytes) != (local.regions, local.block_bytes):
             raise TransferError(
                 f"the peer's layout is {layout.regions} regions of {layout.block_bytes}-byte blocks, "
-                f"this side's {mine.regions} of {mine.block_bytes}"
+                f"this side's {local.regions} of {local.block_bytes}"
             )
         name = str(peer["id"])
         connecting = _Connecting(name, layout, time.monotonic() + deadline_s, deadline_s, mark)
@@ -315,8 +315,8 @@ class WorkerLoop:
         self._send(answer)
 
     def _refuse(self, number: int, cause: str, mark: int) -> None:
-        said = self.log.since(mark)[-LOG_LINES_IN_ERRORS:]
-        self._send({"n": number, "error": cause, "log": said})
+        lines = self.log.since(mark)[-LOG_LINES_IN_ERRORS:]
+        self._send({"n": number, "error": cause, "log": lines})
 
     def _send(self, message: dict[str, Any]) -> None:
         self._out += json.dumps(message, separators=(",", ":")).encode() + b"\n"

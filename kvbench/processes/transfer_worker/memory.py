@@ -128,8 +128,8 @@ class CudaMemory(Memory):
 
     def get(self, offset: int, nbytes: int) -> Bytes:
         copy = np.empty(nbytes, dtype=np.uint8)
-        here = ctypes.c_void_p(copy.ctypes.data)
-        self._do("cuMemcpyDtoH_v2", here, ctypes.c_uint64(self.address + offset), ctypes.c_size_t(nbytes))
+        target = ctypes.c_void_p(copy.ctypes.data)
+        self._do("cuMemcpyDtoH_v2", target, ctypes.c_uint64(self.address + offset), ctypes.c_size_t(nbytes))
         return copy
 
 
@@ -177,11 +177,11 @@ def available_bytes(root: Path = Path("/")) -> int | None:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 rooms.append(int(line.split()[1]) * 1024)
-        own = (root / "proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
+        cgroup = (root / "proc/self/cgroup").read_text().strip().rpartition("::")[2].lstrip("/")
     except (OSError, ValueError):
         return min(rooms, default=None)
     base = root / "sys/fs/cgroup"
-    for folder in (base / own, *(base / own).parents):
+    for folder in (base / cgroup, *(base / cgroup).parents):
         if folder != base and base not in folder.parents:
             break
         try:
@@ -271,11 +271,11 @@ def difference(
         for first, end, low, high in painter.pieces(len(blocks)):
             wanted = painter.paint(keys[first:end], low, high)
             if high - low == layout.block_bytes:
-                here = memory.rows(layout, region, blocks[first:end])
+                stored = memory.rows(layout, region, blocks[first:end])
             else:
-                here = memory.get(layout.offset(region, blocks[first]) + low, high - low)[None, :]
-            if not np.array_equal(here, wanted):
-                row, byte = (int(places[0]) for places in np.nonzero(here != wanted))
+                stored = memory.get(layout.offset(region, blocks[first]) + low, high - low)[None, :]
+            if not np.array_equal(stored, wanted):
+                row, byte = (int(places[0]) for places in np.nonzero(stored != wanted))
                 return f"region {region}, block {blocks[first + row]}: byte {low + byte} is not what was sent"
     return ""
 

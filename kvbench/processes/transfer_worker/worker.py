@@ -61,8 +61,8 @@ def counters() -> dict[str, Any]:
     nics = {name: asdict(reading) for name, reading in devices.nic_counters(Path("/")).items()}
     # These are of this network namespace, even if /sys shows another.
     for name, seen in psutil.net_io_counters(pernic=True, nowrap=False).items():
-        own = asdict(devices.NicReading("ip", seen.bytes_sent, seen.bytes_recv, None, name == "lo"))
-        nics.setdefault(name, own)
+        counters = asdict(devices.NicReading("ip", seen.bytes_sent, seen.bytes_recv, None, name == "lo"))
+        nics.setdefault(name, counters)
     host = psutil.cpu_times()
     return {
         "clock_ns": time.perf_counter_ns(),

@@ -162,7 +162,7 @@ def _compare_rows(one: Row, other: Row) -> RatePair:
         return replace(pair, no_winner=no_winner)
     counts = (1, 1) if unit is None else (one.size.count(unit), other.size.count(unit))
     pair = pair if unit is None else replace(pair, counts=counts)
-    unconverged = tuple(row.name for row in (one, other) if not row.answer.sure)
+    unconverged = tuple(row.name for row in (one, other) if not row.answer.converged)
     if one.answer.comparable and other.answer.comparable:
         compared = _with_ratio(pair, one, other, counts[0] or 0, counts[1] or 0)
         if compared.ratio is not None or not unconverged:

@@ -43,7 +43,7 @@ _ADVICE: Final = (
 def drifts(run: RunFolder, rows: Sequence[Row]) -> Iterable[Statement]:
     """Report each search whose system changed significantly while it ran. A search keeps two posteriors: the
     rate at its end (the answer) and at its beginning. The system drifted if one is above the other with
-    probability SURE, taken as independent."""
+    probability CERTAIN, taken as independent."""
     names = {row.cell: row.name for row in rows}
     for result in run.cells:
         if result.cell in names:

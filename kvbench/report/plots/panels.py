@@ -248,9 +248,9 @@ class Words:
     @classmethod
     def of(cls, run: RunFolder, heading: str) -> Words:
         mark = mark_of(run)
-        measured_here = run.manifest.get("kind") != "imported"
+        measured = run.manifest.get("kind") != "imported"
         badge = mark.badge if mark is not None else "LAB" if "lab" in run.labels else ""
-        badge = badge or ("" if measured_here else "IMPORTED: measured by another tool")
+        badge = badge or ("" if measured else "IMPORTED: measured by another tool")
         return cls(heading, slo_of(run).text(), " · ".join([caption(run), *libraries_of(run)]), badge)
 
 

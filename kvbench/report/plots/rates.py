@@ -190,7 +190,7 @@ def _rate_legend(rows: Sequence[Row], look: Mapping[str, PlotStyle], palette: Pa
         handles.append(
             handle("not reached: at least", marker=r"$\uparrow$", color=palette.faint, markersize=10)
         )
-    if any(row.answer.max_request_rate and not row.answer.sure for row in rows):
+    if any(row.answer.max_request_rate and not row.answer.converged for row in rows):
         handles.append(
             handle("the search did not converge", marker=_question_mark(), color=palette.faint, markersize=8)
         )

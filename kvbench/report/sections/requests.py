@@ -66,7 +66,7 @@ def _line(row: Row, trial: TrialRecord) -> list[str]:
     ends = [None if end is None else end / per_session for end in (answer.lower, answer.upper)]
     rate_text = number(rate)
     if answer.outcome == "found":
-        rate_text += f"{'' if answer.sure else '?'} [{number(ends[0])}, {number(ends[1])}]"
+        rate_text += f"{'' if answer.converged else '?'} [{number(ends[0])}, {number(ends[1])}]"
     elif answer.outcome == "at_least":
         rate_text = f"≥ {rate_text}"
     elif answer.outcome == "one_rate":

@@ -77,7 +77,7 @@ class Answer:
     max_request_rate: float | None = None
     lower: float | None = None
     upper: float | None = None
-    sure: bool = True
+    converged: bool = True
     """Whether the search finished: a trial at that rate was met."""
     exhausted: bool = False
     """Whether the search used all trials or all of its time: the interval is valid, but too wide."""
@@ -94,7 +94,7 @@ class Answer:
     @property
     def comparable(self) -> bool:
         """Whether the answer may be compared with others."""
-        return self.sure or (self.exhausted and self.outcome == "found" and bool(self.posterior))
+        return self.converged or (self.exhausted and self.outcome == "found" and bool(self.posterior))
 
     @property
     def possible(self) -> PossibleRates:
@@ -112,7 +112,7 @@ class Answer:
     def _text(self) -> str:
         if self.outcome in ("found", "unfinished") and self.max_request_rate is not None:
             interval = f"[{number(self.lower)}, {'…' if self.upper is None else number(self.upper)}]"
-            return f"{number(self.max_request_rate)}{'' if self.sure else '?'} {interval}"
+            return f"{number(self.max_request_rate)}{'' if self.converged else '?'} {interval}"
         if self.outcome == "at_least":
             return f"≥ {number(self.max_request_rate)}"
         if self.outcome == "one_rate":
@@ -341,14 +341,14 @@ def stored_answer(run: RunFolder, result: CellResult) -> Answer | None:
 def read_answer(given: Mapping[str, Any]) -> Answer:
     """Return the search's answer from its JSON."""
     rate, lower, upper = (finite(given.get(key)) for key in ("max_request_rate", "lower", "upper"))
-    sure = given.get("status") not in ("undecided", "exhausted")
+    converged = given.get("status") not in ("undecided", "exhausted")
     if rate is None:
         below = upper is not None and given.get("censored", "below") == "below"
-        return Answer("none" if below else "undecided", None, None, upper, sure)
+        return Answer("none" if below else "undecided", None, None, upper, converged)
     level = finite(given.get("level"))
     outcome: Outcome = "at_least" if upper is None else "found"
     exhausted = given.get("status") == "exhausted"
-    return Answer(outcome, rate, lower, upper, sure, exhausted, level, rates_of(given.get("posterior")))
+    return Answer(outcome, rate, lower, upper, converged, exhausted, level, rates_of(given.get("posterior")))
 
 
 def interval_word(answers: Iterable[Answer]) -> str:
@@ -382,7 +382,7 @@ def highest_met(trials: Iterable[TrialRecord], rate: float | None, tier: str = "
 
 def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
     """Return no rate for an answer without a met trial at or below it, unless it converged."""
-    if answer.outcome == "found" and answer.sure:
+    if answer.outcome == "found" and answer.converged:
         return answer
     refused = [trial for trial in trials if trial.verdict == "invalid"]
     causes = Counter(_cause(trial) for trial in refused)
@@ -390,7 +390,7 @@ def _without_support(answer: Answer, trials: Sequence[TrialRecord]) -> Answer:
     return Answer(
         "none" if answer.outcome == "none" else "undecided",
         upper=answer.upper,
-        sure=answer.sure,
+        converged=answer.converged,
         refusals=f"{len(refused)} of {len(trials)} trials refused: {by_cause}" if refused else "",
     )
 

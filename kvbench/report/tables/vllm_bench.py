@@ -392,14 +392,14 @@ def trace_table(run: RunFolder) -> Table:
     trials = [trial for trial in run.trials if trial.method == "trace"]
     if not isinstance(trace, Mapping) or not trials:
         return of_method("trace", "", "", (), (), ())
-    own_rate = trace.get("request_rate")
+    recorded_rate = trace.get("request_rate")
     header = [
         "connector", "rate (req/s)", "speed-up", *_SERVE_HEADER, "prefix hits expected (%)",
         "measured, P (%)", "measured, D (%)", "verdict",
     ]  # fmt: skip
     shown, rows = [], []
     for trial in trials:
-        factor = trial.request_rate / own_rate if own_rate else None
+        factor = trial.request_rate / recorded_rate if recorded_rate else None
         expected = trial.engine.get("expected_hit_rate")
         hits = [trial.engine.get(f"prefix_hit_rate_{role}") for role in ("prefill", "decode")]
         shown.append(

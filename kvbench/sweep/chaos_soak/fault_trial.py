@@ -44,7 +44,7 @@ MOST_LINES: Final = 5
 MOST_CHARS: Final = 240
 COMPLAINT: Final = re.compile(r"\b(?:WARN|WARNING|ERROR|CRITICAL|FATAL|Traceback)\b|\b[EWF]\d{4} \d\d:")
 """Python's levels, and the first letter of glog's lines (``E1122 01:03:45``)."""
-OWN: Final = "kvbench"
+KVBENCH: Final = "kvbench"
 CLIENT: Final = "client"
 
 
@@ -67,7 +67,7 @@ class Notices:
     _found: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
     _counts: dict[str, int] = field(default_factory=dict)
     _readers: dict[str, LogReader] = field(default_factory=dict)
-    _own: tuple[float, str] | None = None
+    _alarm: tuple[float, str] | None = None
     _struck_at: float | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -107,8 +107,8 @@ class Notices:
             for source, lines in self._found.items()
             for text in [" | ".join(line for _, line in lines)]
         ]
-        if self._own is not None:
-            notices.append(Notice(OWN, round(self._own[0] - began, 3), self._own[1]))
+        if self._alarm is not None:
+            notices.append(Notice(KVBENCH, round(self._alarm[0] - began, 3), self._alarm[1]))
         return sorted(notices, key=lambda notice: notice.after_s)
 
     def _run(self) -> None:
@@ -124,10 +124,10 @@ class Notices:
             for line in lines:
                 if COMPLAINT.search(line):
                     self._counts[name] = self._counts.get(name, 0) + 1
-                    own_lines = self._found.setdefault(name, [])
-                    if len(own_lines) < MOST_LINES:
-                        own_lines.append((now, visible(line.strip())[:MOST_CHARS]))
-        if self._struck_at is not None and self._own is None:
+                    source_lines = self._found.setdefault(name, [])
+                    if len(source_lines) < MOST_LINES:
+                        source_lines.append((now, visible(line.strip())[:MOST_CHARS]))
+        if self._struck_at is not None and self._alarm is None:
             self._watch(now)
 
     def _watch(self, now: float) -> None:
@@ -135,7 +135,7 @@ class Notices:
         try:
             self.deployment.check_alive()
         except KvbenchError as error:
-            self._own = (now, visible(error.message.splitlines()[0])[:MOST_CHARS])
+            self._alarm = (now, visible(error.message.splitlines()[0])[:MOST_CHARS])
 
 
 SETTLE_S: Final = 10.0

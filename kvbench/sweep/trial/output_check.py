@@ -50,14 +50,14 @@ class Equality:
         return self.equal + self.within_noise == self.checked
 
     def to_json(self) -> dict[str, Any]:
-        told = {"checked": self.checked, "equal": self.equal}
-        return {**told, "within_noise": self.within_noise, "power": self.power} if self.power else told
+        counts = {"checked": self.checked, "equal": self.equal}
+        return {**counts, "within_noise": self.within_noise, "power": self.power} if self.power else counts
 
 
 def check_prompts(seed: int, input_len: int, vocab_size: int) -> list[list[int]]:
     """Prompts of one input length, equal for all connectors of a run."""
-    own_seed = trial_seed(seed, f"equality-{input_len}", 0)
-    prompts = token_prompts(2 * PROMPTS_PER_LENGTH, PromptShape(input_len, vocab_size), own_seed).tolist()
+    prompt_seed = trial_seed(seed, f"equality-{input_len}", 0)
+    prompts = token_prompts(2 * PROMPTS_PER_LENGTH, PromptShape(input_len, vocab_size), prompt_seed).tolist()
     shorter = max(1, input_len - OFF_BORDER)
     return [prompt[:shorter] if index % 2 else prompt for index, prompt in enumerate(prompts)]
 
@@ -161,9 +161,9 @@ def _power(checked: int, noise: Noise) -> str:
             f"{noise.allowed_nats:.2g} nats{close}; elsewhere {seen}"
         )
     least = refused_from(checked, noise)
-    told = (
+    threshold = (
         f"{least} of {checked} outputs have to differ"
         if least
         else f"even {checked} of {checked} would not suffice"
     )
-    return f"{self_noise}, and reports no log-probabilities: {told} to exceed its own noise"
+    return f"{self_noise}, and reports no log-probabilities: {threshold} to exceed its own noise"

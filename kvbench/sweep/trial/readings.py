@@ -279,25 +279,25 @@ INSIDE_ONE_HOST: Final = 2.0
 def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOptions) -> dict[str, Any]:
     """Fields of an ``Evidence`` that are constant over trials. ``scenario``: the connector's own."""
     deployed = scenario.deployment
-    hardware = hardware_here(scenario)
+    hardware = instance_hardware(scenario)
     peak = None if hardware is None else hardware.peak_flops
     instances = deployed.prefill.instances if connector.disaggregated else deployed.aggregated_engines
     if peak is not None:
         peak /= deployed.engine_options.time_factor
     nics = options.nics_asked
-    here = deployed.engine_options.starts_processes and not deployed.several_hosts
+    local = deployed.engine_options.starts_processes and not deployed.several_hosts
     return {
         "nics_asked": nics,
-        "engines_here": here,
+        "engines_here": local,
         "hosts_watched": deployed.engine_options.starts_processes,
-        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), nics, here),
+        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), nics, local),
         "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
         "prefill_flops": None if peak is None else peak * instances,
         "hardware": "" if hardware is None else f"{instances} × {hardware.text()}" * (peak is not None),
     }
 
 
-def hardware_here(scenario: Scenario) -> Hardware | None:
+def instance_hardware(scenario: Scenario) -> Hardware | None:
     """GPUs of one instance: by the scenario, by the emulated timing, or detected locally."""
     deployed = scenario.deployment
     if deployed.hardware:
@@ -315,12 +315,12 @@ def slots_of(scenario: Scenario) -> int | None:
     return scenario.deployment.engine_options.slots
 
 
-def line_rate(scenario: Scenario, transport_asked: str, nics: tuple[str, ...], here: bool) -> float | None:
+def line_rate(scenario: Scenario, transport_asked: str, nics: tuple[str, ...], local: bool) -> float | None:
     """Peak bytes per second of an instance's NICs, one way."""
     if scenario.deployment.nic_gbit is not None:
         return scenario.deployment.nic_gbit * 1e9 / 8
     words = set(transport_asked.split(","))
-    if not here or words & {"", "all", "tcp"}:
+    if not local or words & {"", "all", "tcp"}:
         # Within one host TCP uses loopback, which has no line rate; a library that may choose uses NVLink.
         return None
     devices: dict[str, NicReading] = {

@@ -124,7 +124,7 @@ class TrialRunner:
         """Wait for an idle system, run the load, judge and store it. Raises KvbenchError."""
         if (backlog := self._idle.wait(plan.cell)) is not None:
             return self.trials.skip_trial(plan, backlog, {"load_mode": self._mode(plan)})
-        if plan.twin_of:
+        if plan.paired_with:
             self.deployment.reset_caches()
         trial = self.trials.begin_trial(plan)
         self._canary_spec(trial)  # it may empty the caches with requests, which the readings must not count

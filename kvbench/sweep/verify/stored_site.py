@@ -32,7 +32,7 @@ from kvbench.sweep.verify.cross_checks import as_read, json_differences
 
 ANSWER_PRECISION: Final = 1e-4
 """Relative tolerance: posteriors are grid sums, which machines round differently."""
-MOST_SAID: Final = 5
+MAX_SHOWN: Final = 5
 
 
 class UnansweredError(KvbenchError):
@@ -240,7 +240,7 @@ class Searches:
             now = replace(now, equal_outputs=stored.equal_outputs)
         rows = as_read(stored.to_json()), as_read(now.to_json())
         differs = json_differences(*rows, precision=ANSWER_PRECISION)
-        for path, then, value in list(differs)[:MOST_SAID]:
+        for path, then, value in list(differs)[:MAX_SHOWN]:
             yield Damage(CELLS, f"{name}: {path} does not follow from the trials", then, value)
 
     def _idle_result(self, planned: DeploymentPlan, cell: Cell) -> IdleResult | None:

@@ -46,7 +46,7 @@ from kvbench.sweep.verify.cross_checks import ABSENT, SAME, as_read, json_differ
 ARRIVAL_S: Final = 1e-6
 KNOWN_LATE_S: Final = 1.0
 """Longest delay of a load generator's report on a request, in seconds; usually a quarter of a second."""
-MOST_SAID: Final = 5
+MAX_SHOWN: Final = 5
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class StoredTrial:
         # Additional figures of this kvbench are no damage.
         found = [differ for differ in differs if differ[1] != ABSENT]
         words = f"not follow from requests/{record.trial_id}.parquet"
-        for path, then, value in found[:MOST_SAID]:
+        for path, then, value in found[:MAX_SHOWN]:
             yield self.damage(f"{path} does {words}", then, value)
-        if len(found) > MOST_SAID:
-            yield self.damage(f"{len(found) - MOST_SAID} more figures do {words}")
+        if len(found) > MAX_SHOWN:
+            yield self.damage(f"{len(found) - MAX_SHOWN} more figures do {words}")
         yield from self._check_decisions()
 
     def judgement(self) -> Iterator[Damage]:
@@ -125,9 +125,9 @@ class StoredTrial:
         stored, pool = self.record.engine.get("canaries"), self.canaries
         if not isinstance(stored, Mapping) or pool is None:
             return None
-        own = gave_answers(pool, self.record.cell)
+        source = gave_answers(pool, self.record.cell)
         repeated = bool(stored.get("repeated"))
-        return judge_canaries(pool, self.requests, self.asked_beside, of_reference=own, repeated=repeated)
+        return judge_canaries(pool, self.requests, self.asked_beside, of_reference=source, repeated=repeated)
 
     def _binding(self) -> Mapping[str, Any] | None:
         record = self.record
@@ -277,7 +277,7 @@ def _share_then(
     return min(shares, default=0.0), max(shares, default=1.0)
 
 
-FAULTS_SAID_MOST: Final = 3
+MAX_FAULTS_SHOWN: Final = 3
 
 
 def fixed_rate_damages(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
@@ -318,7 +318,7 @@ def _of_chaos(run: RunFolder, checked: Counter[str]) -> Iterator[Damage]:
             requests, slo_of(run).main(), trial.request_rate, struck_s, stored.get("wrong_ids") or ()
         )
         now = as_read(json.loads(json.dumps(cost.to_json())))
-        for path, before, value in list(json_differences(stored["cost"], now, "cost"))[:FAULTS_SAID_MOST]:
+        for path, before, value in list(json_differences(stored["cost"], now, "cost"))[:MAX_FAULTS_SHOWN]:
             what = f"{trial.trial_id}: {path} does not follow from requests/{trial.trial_id}.parquet"
             yield Damage(TRIALS, what, before, value)
 

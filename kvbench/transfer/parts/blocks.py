@@ -30,7 +30,7 @@ class BlockSpan(NamedTuple):
 def in_order(local: Sequence[int], remote: Sequence[int]) -> tuple[list[int], list[int]]:
     """Return the pairs (local block, remote block) sorted by local block, as two sequences."""
     pairs = sorted(zip(local, remote, strict=True))
-    return [here for here, _ in pairs], [there for _, there in pairs]
+    return [block for block, _ in pairs], [block for _, block in pairs]
 
 
 def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
@@ -39,13 +39,13 @@ def merge_runs(local: Sequence[int], remote: Sequence[int]) -> list[BlockRun]:
     The two sequences have equal lengths and no repetitions."""
     runs: list[BlockRun] = []
     first_local = first_remote = count = 0
-    for here, there in zip(*in_order(local, remote), strict=True):
-        if count and here == first_local + count and there == first_remote + count:
+    for block, peer_block in zip(*in_order(local, remote), strict=True):
+        if count and block == first_local + count and peer_block == first_remote + count:
             count += 1
             continue
         if count:
             runs.append(BlockRun(first_local, first_remote, count))
-        first_local, first_remote, count = here, there, 1
+        first_local, first_remote, count = block, peer_block, 1
     if count:
         runs.append(BlockRun(first_local, first_remote, count))
     return runs
@@ -63,12 +63,12 @@ def spans(runs: Iterable[BlockRun], local: Layout, remote: Layout) -> list[Block
 
 
 def paired_spans(
-    local: Sequence[int], remote: Sequence[int], here: Layout, there: Layout, merge: bool = True
+    local: Sequence[int], remote: Sequence[int], layout: Layout, peer_layout: Layout, merge: bool = True
 ) -> list[BlockSpan]:
     """Return pairs of blocks as byte spans of two buffers; without ``merge`` one per block and region."""
     if merge:
-        return spans(merge_runs(local, remote), here, there)
-    return spans([BlockRun(a, b, 1) for a, b in zip(local, remote, strict=True)], here, there)
+        return spans(merge_runs(local, remote), layout, peer_layout)
+    return spans([BlockRun(a, b, 1) for a, b in zip(local, remote, strict=True)], layout, peer_layout)
 
 
 def split_spans(wanted: Sequence[BlockSpan], parts: int, least: int = 1) -> list[list[BlockSpan]]:

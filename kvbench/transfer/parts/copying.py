@@ -23,7 +23,7 @@ from kvbench.transfer.base import Endpoint, Layout, Op, Ticket, protocol_of
 from kvbench.transfer.parts.blocks import MIN_PART_BYTES, paired_spans, split_spans
 from kvbench.transfer.parts.control import Job, Threads
 
-HERE_FIX = "both sides must run on one host, as the same user and in one process namespace"
+SAME_HOST_FIX = "both sides must run on one host, as the same user and in one process namespace"
 
 
 class Neighbour:
@@ -33,7 +33,7 @@ class Neighbour:
         try:
             self._fd = os.pidfd_open(pid)
         except OSError as error:
-            raise TransferError(f"there is no process {pid} here: {error}", hint=HERE_FIX) from error
+            raise TransferError(f"there is no process {pid} here: {error}", hint=SAME_HOST_FIX) from error
         self._pid = pid
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
@@ -47,10 +47,10 @@ class Neighbour:
         try:
             fd = os.open(f"/proc/{self._pid}/fd/{file['fd']}", os.O_RDWR)
         except OSError as error:
-            raise TransferError(f"cannot open the peer's memory: {error}", hint=HERE_FIX) from error
+            raise TransferError(f"cannot open the peer's memory: {error}", hint=SAME_HOST_FIX) from error
         if os.fstat(fd).st_ino != file["inode"]:
             os.close(fd)
-            raise TransferError("another process answers instead of the peer", hint=HERE_FIX)
+            raise TransferError("another process answers instead of the peer", hint=SAME_HOST_FIX)
         return fd
 
     def close(self) -> None:
@@ -152,14 +152,14 @@ class CopyEndpoint(Endpoint):
             raise TransferError(f"no peer is called {peer!r}")
         began = time.perf_counter()
         known = self._peers[peer]
-        here, there = self._address, known.memory.address + known.offset
+        base, peer_base = self._address, known.memory.address + known.offset
         wanted = paired_spans(local, remote, self._layout, known.layout, self._merge)
         dealt = split_spans(wanted, self._streams, MIN_PART_BYTES)
         parts = [
             [
-                (there + span.remote, here + span.local, span.nbytes)
+                (peer_base + span.remote, base + span.local, span.nbytes)
                 if op == "write"
-                else (here + span.local, there + span.remote, span.nbytes)
+                else (base + span.local, peer_base + span.remote, span.nbytes)
                 for span in part
             ]
             for part in dealt

@@ -105,14 +105,14 @@ class NixlAgent:
             self._agent.release_dlist_handle(table)
 
     def by_block(
-        self, op: Op, here: tuple[Any, Layout, Sequence[int]], there: tuple[Any, Layout, Sequence[int]]
+        self, op: Op, local: tuple[Any, Layout, Sequence[int]], remote: tuple[Any, Layout, Sequence[int]]
     ) -> tuple[Any, int]:
         """Return a transfer of blocks by index from two tables, and its number of descriptors, as in NIXL's
         debug log. As under vLLM, NIXL merges blocks that are adjacent in both tables."""
-        rows = [self._rows(layout, blocks) for _, layout, blocks in (here, there)]
+        rows = [self._rows(layout, blocks) for _, layout, blocks in (local, remote)]
         with self.lock, nixl_errors(f"NIXL refused the {op}"):
             handle = self._agent.make_prepped_xfer(
-                op.upper(), here[0], rows[0], there[0], rows[1], b"", self._plugins
+                op.upper(), local[0], rows[0], remote[0], rows[1], b"", self._plugins
             )
         gaps = (self._np.diff(rows[0]) != 1) | (self._np.diff(rows[1]) != 1)
         return handle, int(self._np.count_nonzero(gaps)) + (len(rows[0]) > 0)
@@ -122,11 +122,11 @@ class NixlAgent:
         return (regions + self._np.asarray(blocks, dtype=self._np.int32)).ravel()
 
     def by_span(
-        self, op: Op, spans: Sequence[BlockSpan], here: NixlPlace, there: NixlPlace, peer: str
+        self, op: Op, spans: Sequence[BlockSpan], local: NixlPlace, remote: NixlPlace, peer: str
     ) -> Any:
         table = self._np.array(spans, dtype=self._np.uint64).reshape(-1, 3)
         sides = []
-        for column, place in ((0, here), (1, there)):
+        for column, place in ((0, local), (1, remote)):
             rows = self._np.stack([table[:, column] + place.address, table[:, 2], table[:, 2]], axis=1)
             rows[:, 2] = place.device
             sides.append(self._agent.get_xfer_descs(rows, place.kind))

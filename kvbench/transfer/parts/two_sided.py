@@ -60,8 +60,8 @@ class _Peer:
 @dataclass
 class _Plan:
     number: int
-    here: list[list[Part]]
-    there: list[list[Part]]
+    local: list[list[Part]]
+    remote: list[list[Part]]
     job: Job | None = None
 
 
@@ -148,9 +148,9 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         began = time.perf_counter()
         spans = paired_spans(local, remote, self._layout, known.layout, self._merge)
         lanes: list[list[BlockSpan]] = split_spans(spans, self.lanes, LEAST_PART_BYTES)
-        here = [[(span.local, span.nbytes) for span in lane] for lane in lanes]
-        there = [[(span.remote, span.nbytes) for span in lane] for lane in lanes]
-        plan = _Plan(next(self._numbers), here, there)
+        local_parts = [[(span.local, span.nbytes) for span in lane] for lane in lanes]
+        remote_parts = [[(span.remote, span.nbytes) for span in lane] for lane in lanes]
+        plan = _Plan(next(self._numbers), local_parts, remote_parts)
         nbytes = sum(span.nbytes for span in spans)
         return Ticket(peer, op, nbytes, sum(map(len, lanes)), time.perf_counter() - began, plan)
 
@@ -164,21 +164,21 @@ class TwoSidedEndpoint(ThreadedEndpoint[_Peer]):
         channel, number, sent = self._channel(known)
         message: dict[str, Any] = {"plan": plan.number, "op": op}
         if plan.number not in sent:
-            message["lanes"] = plan.there
+            message["lanes"] = plan.remote
             sent.add(plan.number)
         way: Way = "send" if op == "write" else "receive"
-        channel.ask(message, LIBRARY_LIMIT_S, lambda: known.pair.move(way, plan.here, number))
+        channel.ask(message, LIBRARY_LIMIT_S, lambda: known.pair.move(way, plan.local, number))
 
     def _channel(self, known: _Peer) -> tuple[ControlChannel, int, set[int]]:
         """Return this thread's channel to a peer, its number, and the plans sent over it."""
-        mine = self._local.__dict__.setdefault("channels", {})
-        if id(known) not in mine:
+        channels = self._local.__dict__.setdefault("channels", {})
+        if id(known) not in channels:
             number = next(self._channel_numbers)
             hello = {"work": known.agent["name"], "number": number}
             channel = dial(known.agent["control"], hello, JOIN_S)
             known.channels[threading.get_ident()] = channel
-            mine[id(known)] = (known, channel, number, set())
-        return tuple(mine[id(known)][1:])
+            channels[id(known)] = (known, channel, number, set())
+        return tuple(channels[id(known)][1:])
 
     def poll(self, ticket: Ticket) -> bool:
         job: Job | None = ticket.handle.job

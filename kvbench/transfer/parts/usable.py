@@ -25,14 +25,14 @@ def lacking() -> dict[str, dict[str, Any]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         problems = dict(zip(names, pool.map(transfer.check, names), strict=True))
     absent = {"rdma": "no RDMA device", "gpu": "no GPU"}
-    here = {"rdma": bool(nics.find("rdma").usable), "gpu": bool(gpus())}
+    local = {"rdma": bool(nics.find("rdma").usable), "gpu": bool(gpus())}
     found = {}
     for name in names:
         problem, needs = problems[name], transfer.get(name).needs
         fix = f" (fix: {problem.fix})" if problem is not None and problem.fix else ""
         found[name] = {
             "problem": "" if problem is None else problem.reason + fix,
-            "lacking": {p: absent.get(need, need) for p, need in needs.items() if not here.get(need, False)},
+            "lacking": {p: absent.get(need, need) for p, need in needs.items() if not local.get(need, False)},
         }
     return found
 
@@ -43,12 +43,12 @@ def movers_on(hosts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[Back
     for backend in _known():
         lacks: dict[str, Any] = {"problem": "", "lacking": {}}
         for host, have in hosts.items():
-            own = have.get(
+            state = have.get(
                 backend.name, {"problem": "kvbench on that host has no such backend", "lacking": {}}
             )
-            if own["problem"] and not lacks["problem"]:
-                lacks["problem"] = f"{host}: {own['problem']}"
-            for protocol, reason in own["lacking"].items():
+            if state["problem"] and not lacks["problem"]:
+                lacks["problem"] = f"{host}: {state['problem']}"
+            for protocol, reason in state["lacking"].items():
                 lacks["lacking"].setdefault(protocol, f"{host}: {reason}")
         found.append(_with(backend, lacks))
     return found

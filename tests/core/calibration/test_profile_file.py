@@ -40,7 +40,7 @@ covariance:
 HELD = "held_out: {by: time, requests: 10, figures: {ttft_mean: {ratio: 1.2, stated: 0.1}}}\n"
 
 
-def said(*changes: tuple[str, str]) -> list[str]:
+def mistakes_of(*changes: tuple[str, str]) -> list[str]:
     text = GOOD
     for old, new in changes:
         assert old in text
@@ -60,7 +60,7 @@ def test_a_profile_gives_step_times() -> None:
 
 
 def test_every_mistake_is_said_at_once_with_its_line() -> None:
-    lines = said(
+    lines = mistakes_of(
         ("date: 2026", "dat: 2026"), ("value: 16,", "value: -1,"), ("unchecked", "fit"),
         ("version: 1", "version: 2"), ("source: data sheet", "sauce: data sheet"),
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_every_mistake_is_said_at_once_with_its_line() -> None:
     ("value: 0.03", "value: '0.03'", "prefill_token_ms.value"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(old: str, new: str, expected: str) -> None:
-    lines = said((old, new))
+    lines = mistakes_of((old, new))
     assert len(lines) == 1, lines
     assert re.match(r"p\.yaml:\d+: ", lines[0])
     assert expected in lines[0]

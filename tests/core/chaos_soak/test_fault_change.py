@@ -36,14 +36,14 @@ def test_costs_that_are_far_apart_are_told_apart_and_few_are_not():
 
 def test_equal_costs_are_taken_for_others_no_more_often_than_said():
     chance = random.Random(5)
-    told = sum(
+    false_alarms = sum(
         fault_change(
             [round(chance.gauss(50, 5)) for _ in range(20)], [round(chance.gauss(50, 5)) for _ in range(20)]
         ).word
         != "no significant difference"
         for _ in range(400)
     )
-    assert told <= 34  # 5 % of 400, and three standard errors
+    assert false_alarms <= 34  # 5 % of 400, and three standard errors
 
 
 @given(st.lists(st.integers(0, 9), max_size=12), st.lists(st.integers(0, 9), max_size=12))

@@ -31,11 +31,11 @@ def test_the_same_seed_gives_the_same_plan_and_each_fault_as_often_as_asked(seed
     assert plan == plan_faults(wanted, counts, FaultTimes(), repeats, seed)
     assert [fault.number for fault in plan] == list(range(1, len(plan) + 1))
     for case in wanted:
-        mine = [fault for fault in plan if (fault.kind, fault.target) == (case.kind, case.target)]
-        assert sorted(fault.repeat for fault in mine) == list(range(1, repeats + 1))
-        assert all(0 <= fault.index < counts[fault.target] for fault in mine)
-        assert all(5.0 <= fault.at_s <= 5.0 + JITTER_S for fault in mine)
-        assert all(fault.most_s >= fault.at_s + fault.down_s + fault.after_s for fault in mine)
+        planned = [fault for fault in plan if (fault.kind, fault.target) == (case.kind, case.target)]
+        assert sorted(fault.repeat for fault in planned) == list(range(1, repeats + 1))
+        assert all(0 <= fault.index < counts[fault.target] for fault in planned)
+        assert all(5.0 <= fault.at_s <= 5.0 + JITTER_S for fault in planned)
+        assert all(fault.most_s >= fault.at_s + fault.down_s + fault.after_s for fault in planned)
     assert faults_of([fault.to_json() for fault in plan]) == plan
 
 
@@ -51,8 +51,8 @@ def test_two_seeds_give_two_orders_and_moments():
 
 def test_a_fault_s_own_times_leave_the_others_where_they_were():
     asked = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode", "restart:router")]
-    own = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode@9+2", "restart:router")]
-    plain, moved = (plan_faults(faults, ONE_PAIR, FaultTimes(), 1, 7) for faults in (asked, own))
+    timed = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode@9+2", "restart:router")]
+    plain, moved = (plan_faults(faults, ONE_PAIR, FaultTimes(), 1, 7) for faults in (asked, timed))
     for before, after in zip(plain, moved, strict=True):
         assert (before == after) == (before.kind != "freeze")
     (frozen,) = [fault for fault in moved if fault.kind == "freeze"]
@@ -86,24 +86,24 @@ def test_names_of_faults_and_of_whom_they_are_done_to():
     assert PlannedFault(1, 1, "kill", "prefill", 3, 5, 0, 12, 17).process == "prefill-3"
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("melt:prefill", "unknown fault 'melt'"),
     ("pull:prefill", "pull is not possible for 'prefill'"),
     ("lease:decode", "lease is not possible for 'decode'"),
     ("kill", "is not a fault"),
     ("kill:prefill@soon", "is not a fault"),
 ])  # fmt: skip
-def test_what_is_no_fault_is_refused(text, said):
-    with pytest.raises(InputError, match=said):
+def test_what_is_no_fault_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
         WantedFault.parse(text)
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("kill:metadata", "has no metadata"), ("kill:decode-1", "there are 1, counted from 0"),
     ("slow:nic", "has no nic"),
 ])  # fmt: skip
-def test_a_target_that_is_not_there_is_refused(text, said):
-    with pytest.raises(InputError, match=said):
+def test_a_target_that_is_not_there_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
         plan_faults([WantedFault.parse(text)], ONE_PAIR, FaultTimes(), 1, 1)
 
 

@@ -59,8 +59,8 @@ def test_too_few_windows_tell_nothing():
 
 
 def test_steady_noise_is_taken_for_drift_no_more_often_than_said():
-    told = sum(drift(windows(noisy(40, 0.0, seed, spread=30.0))).verdict != "steady" for seed in range(300))
-    assert told <= 9  # 1 % of 300, and three standard errors and a half
+    alarms = sum(drift(windows(noisy(40, 0.0, seed, spread=30.0))).verdict != "steady" for seed in range(300))
+    assert alarms <= 9  # 1 % of 300, and three standard errors and a half
 
 
 def test_a_wandering_queue_is_no_sure_drift():

@@ -83,32 +83,32 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFol
 
 
 def found(statements: list[Statement], rule: str) -> Statement:
-    (mine,) = [statement for statement in statements if statement.rule == rule]
-    return mine
+    (match,) = [statement for statement in statements if statement.rule == rule]
+    return match
 
 
 # --- the notes -------------------------------------------------------------------------------------
 def test_the_notes_rows_say_what_is_wrong_with_them(imported: Callable[[str], RunFolder]) -> None:
-    told = conclusions([imported("notes")])
-    of_burst = found(told, "burst")
+    statements = conclusions([imported("notes")])
+    of_burst = found(statements, "burst")
     assert len(of_burst.places) == 10
     assert "five-second burst: n = 225 = 5 × rate" in of_burst.text
     assert "lasted 54.8 s, 49.8 s of it drain" in of_burst.text
     assert of_burst.level == "invalid"
-    slots = found(told, "slot_cap")
+    slots = found(statements, "slot_cap")
     assert len(slots.places) == 8
     assert not any("32,768" in place for place in slots.places)
     assert "400 requests were open at once with max_num_seqs = 256: 144 (36%) had to wait" in slots.text
-    means = found(told, "mean_only_slo")
+    means = found(statements, "mean_only_slo")
     assert "TTFT mean 3,798 ≤ 5,000 ms, but P90 11,270, P99 12,450" in means.text
     assert len(means.places) == 8
-    prefill = found(told, "impossible_prefill")
+    prefill = found(statements, "impossible_prefill")
     assert [place.split(",")[0] for place in prefill.places] == [
         "mooncake at 16", "mooncake at 32", "nixl at 16", "nixl at 32"
     ]  # fmt: skip
     assert "8xH200" in prefill.text
     assert prefill.level == "invalid"
-    rates = found(told, "other_rates")
+    rates = found(statements, "other_rates")
     assert "nixl at 32,768, 35 req/s, script: 30" in rates.text
 
 
@@ -139,19 +139,19 @@ def test_the_notes_conclusions_contradict_their_tables(imported: Callable[[str],
 
 
 def test_nobody_is_ahead_in_the_notes_and_32k_has_unequal_rates(imported: Callable[[str], RunFolder]) -> None:
-    told = conclusions([imported("notes")])
-    assert not [result for result in told if result.kind == "ahead"]
-    unequal = next(result for result in told if result.kind == "untold" and "32,768" in result.text)
+    statements = conclusions([imported("notes")])
+    assert not [result for result in statements if result.kind == "ahead"]
+    unequal = next(result for result in statements if result.kind == "untold" and "32,768" in result.text)
     assert "different rates were offered, 45 and 35 req/s" in unequal.text
-    alike = next(result for result in told if result.kind == "untold" and "1,024" in result.text)
+    alike = next(result for result in statements if result.kind == "untold" and "1,024" in result.text)
     assert "one run each" in alike.text
     assert "burst" in alike.text
 
 
 def test_pr_10884_repeats_are_found_and_one_is_no_repeat(imported: Callable[[str], RunFolder]) -> None:
     run = imported("pr10884")
-    told = conclusions([run], by="nics")
-    assert len(found(told, "same_twice").places) == 2
+    statements = conclusions([run], by="nics")
+    assert len(found(statements, "same_twice").places) == 2
     rows = load_rows(run)
     repeated = [pair for pair in pairs(rows, "nics") if pair.scope == "runs"]
     assert {pair.place for pair in repeated} == {"1,024 in, tp 4, 2 req/s"}
@@ -160,7 +160,7 @@ def test_pr_10884_repeats_are_found_and_one_is_no_repeat(imported: Callable[[str
     assert mean.one == pytest.approx(np.exp(np.mean(np.log([198.10, 200.64, 195.47]))))
     assert mean.low is not None
     assert mean.low < mean.ratio < (mean.high or 0)
-    saturated = found(told, "not_kept_up")
+    saturated = found(statements, "not_kept_up")
     assert all("8 req/s" in p or "4,096" in p or "8,192" in p for p in saturated.places)
     assert "0.720 of 2 req/s" in saturated.text
     assert {pair.by for pair in pairs(rows, "tp")} == {"tp"}
@@ -223,8 +223,8 @@ def test_mean_only_needs_a_mean_within_and_a_percentile_beyond() -> None:
 
 def test_slots_are_told_or_seen_in_the_table_itself() -> None:
     figures = {"peak_concurrent_requests": 400.0, "p90_ttft_ms": 11270.0, "median_ttft_ms": 170.0}
-    told = slot_cap(make_row(requests=400, setting=H200, figures=figures))
-    assert told.evidence["waited"] == 144
+    statement = slot_cap(make_row(requests=400, setting=H200, figures=figures))
+    assert statement.evidence["waited"] == 144
     assert slot_cap(make_row(requests=400, figures=figures)) is None
     seen = figures | {"peak_output_throughput": 19567.0, "median_itl_ms": 12.75}
     itself = slot_cap(make_row(requests=400, figures=seen))
@@ -422,8 +422,8 @@ def test_equal_settings_are_seldom_told_apart(seed: int) -> None:
     def repeats(name: str) -> list[LoadRow]:
         return [make_row(name, figures={"mean_ttft_ms": float(rng.lognormal(4.6, 0.05))}) for _ in range(3)]
 
-    told = sum(bool(one_pair(*repeats("a"), *repeats("b")).significant) for _ in range(60))
-    assert told <= 12  # 5 % of 60 are 3; more than 12 would be a chance of one in 100,000
+    false_alarms = sum(bool(one_pair(*repeats("a"), *repeats("b")).significant) for _ in range(60))
+    assert false_alarms <= 12  # 5 % of 60 are 3; more than 12 would be a chance of one in 100,000
 
 
 # --- helpers ---------------------------------------------------------------------------------------

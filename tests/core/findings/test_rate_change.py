@@ -114,16 +114,16 @@ def answers(rng: np.random.Generator, count: int, rate: float, scatter: float = 
 def test_repeats_give_few_false_alarms_and_the_power_that_is_told(before: int, after: int) -> None:
     rng = np.random.default_rng(5)
     pairs, cells = 400, 3
-    false, seen, told = 0, 0, []
+    false, seen, powers = 0, 0, []
     for _ in range(pairs):
         same = [rate_change(answers(rng, before, 50), answers(rng, after, 50)) for _ in range(cells)]
         false += any(change.alarms(0.05, cells) for change in same)
         lost = rate_change(answers(rng, before, 50), answers(rng, after, 45))
         seen += lost.alarms(0.05)
-        told.append(lost.seen(0.1, 0.05))
+        powers.append(lost.seen(0.1, 0.05))
     assert false / pairs <= FALSE_ALARMS
     # It is told as what it is at least with 80 %.
-    assert np.mean([share <= seen / pairs + 0.03 for share in told if share is not None]) >= 0.75
+    assert np.mean([share <= seen / pairs + 0.03 for share in powers if share is not None]) >= 0.75
 
 
 def test_so_many_repeats_as_are_told_see_the_loss() -> None:

@@ -34,7 +34,7 @@ from kvbench.core.slo import Limit
 
 SLO = Slo(ttft_ms=200, tpot_ms=20, attainment=0.95)
 N, INPUT, KV_BYTES = 100, 1000, 4096.0
-SAID = Path(__file__).parents[2] / "recorded" / "gates" / "said.txt"
+RECORDED = Path(__file__).parents[2] / "recorded" / "gates" / "said.txt"
 
 
 def request(
@@ -263,15 +263,15 @@ def test_each_lie_is_caught(gate: str, level: str, lie: Evidence) -> None:
 
 def test_what_is_said_of_each_lie() -> None:
     """Word for word, with the figures. Where it is meant to change: KVBENCH_RECORD=1 writes it anew."""
-    told = []
+    lines = []
     for gate, _, lie in LIES:
         finding = next(result for result in judge(lie)[2] if result.gate == gate)
-        told.append(f"{gate} ({finding.level})\n  {finding.message}\n  {finding.advice}")
-        told += [f"    {name}: {value}" for name, value in sorted(rounded(finding.evidence).items())]
-    text = "\n".join(told) + "\n"
+        lines.append(f"{gate} ({finding.level})\n  {finding.message}\n  {finding.advice}")
+        lines += [f"    {name}: {value}" for name, value in sorted(rounded(finding.evidence).items())]
+    text = "\n".join(lines) + "\n"
     if os.environ.get("KVBENCH_RECORD"):
-        SAID.write_text(text, encoding="utf-8")
-    assert text.splitlines() == SAID.read_text(encoding="utf-8").splitlines()
+        RECORDED.write_text(text, encoding="utf-8")
+    assert text.splitlines() == RECORDED.read_text(encoding="utf-8").splitlines()
 
 
 def rounded(value: Any) -> Any:
@@ -327,8 +327,8 @@ def test_failures_that_no_server_has_seen_are_no_miss_of_the_server() -> None:
         "requests": 80, "prompt_tokens": 80 * INPUT, "prefix_queries": 80 * INPUT, "kv_bytes": 80 * KV_BYTES,
     }  # fmt: skip
     source = {"prompt_tokens_by_source": {"external_kv_transfer": 80 * INPUT}, "generation_tokens": 400}
-    told = evidence(dropped, engines=engines(seen, {**seen, **source}))
-    assert fired(told)["failed_elsewhere"] == "invalid"
+    unseen = evidence(dropped, engines=engines(seen, {**seen, **source}))
+    assert fired(unseen)["failed_elsewhere"] == "invalid"
     both = evidence(dropped, engines=engines())  # the servers counted them all: their own failures
     assert (fired(both), judge(both)[0]) == ({"failed_requests": "warning"}, "missed")
 
@@ -445,16 +445,16 @@ def test_requests_that_a_gate_takes(
     assert (found.summary.judged, gate in fired(found)) == (judged, fires)
 
 
-@pytest.mark.parametrize(("requests", "told"), [(19, False), (20, True)])
-def test_one_batch_takes_20_requests_to_be_told(requests: int, told: bool) -> None:
+@pytest.mark.parametrize(("requests", "fires"), [(19, False), (20, True)])
+def test_one_batch_takes_20_requests_to_be_told(requests: int, fires: bool) -> None:
     burst = evidence([request(i, rate=1000.0) for i in range(requests)])
-    assert ("one_batch" in fired(burst)) == told
+    assert ("one_batch" in fired(burst)) == fires
 
 
-@pytest.mark.parametrize(("tokens", "told"), [(3, False), (4, True)])
-def test_an_answer_of_few_tokens_may_come_at_once(tokens: int, told: bool) -> None:
+@pytest.mark.parametrize(("tokens", "fires"), [(3, False), (4, True)])
+def test_an_answer_of_few_tokens_may_come_at_once(tokens: int, fires: bool) -> None:
     short = [replace(request(i, gap_s=0.0), output_len=tokens, itl_s=[0.0] * (tokens - 1)) for i in range(N)]
-    assert ("answer_at_once" in fired(bare(short))) == told
+    assert ("answer_at_once" in fired(bare(short))) == fires
 
 
 def merged(records: list[RequestRecord], tokens: int, every: int = 1) -> list[RequestRecord]:
@@ -881,8 +881,8 @@ def test_a_client_that_was_stopped_is_told_from_one_that_waited(lag_share: float
 
 
 def test_engines_that_fill_their_machine_are_named() -> None:
-    mine = replace(TAKEN, other_cpu_share=0.01, takers=())
-    _, reason, _ = judge(disturbed(BAD, mine, router=STARVED, client=LATE_CLIENT))
+    no_takers = replace(TAKEN, other_cpu_share=0.01, takers=())
+    _, reason, _ = judge(disturbed(BAD, no_takers, router=STARVED, client=LATE_CLIENT))
     assert reason.endswith("no other load was seen, so the engines used all cores")
 
 

@@ -50,8 +50,8 @@ def test_what_answers_do_not_tell_blinds_its_gates(changes: dict[str, object], g
 
 
 def test_a_pair_s_counters_open_the_eyes() -> None:
-    told = engines({"served": (N_HALF, N_HALF), "kv_expired": 0.0}, {"served": (N_HALF, N_HALF)})
-    assert not blind(evidence(STREAMED, engines=told)) & {
+    counters = engines({"served": (N_HALF, N_HALF), "kv_expired": 0.0}, {"served": (N_HALF, N_HALF)})
+    assert not blind(evidence(STREAMED, engines=counters)) & {
         "warm_cache",
         "prefill_skipped",
         "unequal_instances",

@@ -73,17 +73,17 @@ def test_all_mistakes_come_with_their_lines() -> None:
     assert "hash_ids" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("", "t:1: the file has no request"),
     ("a,b\n1,2\n", "t:1: the header lacks offset_s, input_len, output_len; it has: a, b"),
     ("offset_s,input_len,output_len\n1,2\n", "t:2: has 2 columns where the header has 3"),
     ("offset_s,input_len,output_len\n1,0,x\n", "t:2: input_len must be a whole number from 1"),
     ("offset_s,input_len,input_len,output_len\n1,1,1,1\n", "t:1: the header names 'input_len' twice"),
 ])  # fmt: skip
-def test_what_is_no_trace_is_refused(text: str, said: str) -> None:
+def test_what_is_no_trace_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError) as caught:
         parse_trace(text, "t")
-    assert said in caught.value.message
+    assert message in caught.value.message
 
 
 def test_many_mistakes_are_counted() -> None:
@@ -207,10 +207,10 @@ def test_equal_blocks_give_equal_tokens_and_another_seed_others() -> None:
 
 
 def test_figures() -> None:
-    told = traces.figures([TracedRequest(0.0, 1024, 10, (1, 2)), TracedRequest(2.0, 1024, 30, (1, 3))])
-    assert (told.requests, told.duration_s, told.request_rate) == (2, 2.0, 0.5)
-    assert (told.mean_input_len, told.mean_output_len, told.longest, told.longest_output) == (
+    figures = traces.figures([TracedRequest(0.0, 1024, 10, (1, 2)), TracedRequest(2.0, 1024, 30, (1, 3))])
+    assert (figures.requests, figures.duration_s, figures.request_rate) == (2, 2.0, 0.5)
+    assert (figures.mean_input_len, figures.mean_output_len, figures.longest, figures.longest_output) == (
         1024, 20, 1054, 30,
     )  # fmt: skip
-    assert told.hit_rate == pytest.approx(0.25)
+    assert figures.hit_rate == pytest.approx(0.25)
     assert math.isinf(traces.request_rate([TracedRequest(0.0, 1, 1)] * 2))

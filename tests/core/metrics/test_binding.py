@@ -68,25 +68,25 @@ def test_a_pair_that_is_bound_by_one_thing_is_named_so(
     limit: str, system: System, rate: float, lengths: tuple[int, int], dispatch: str, seed: int
 ) -> None:
     system = replace(system, dispatch=dispatch)  # type: ignore[arg-type]
-    told = named(system, rate, seed, lengths=lengths)
-    assert told.limit == limit, told
-    assert f"at {rate:g} req/s" in told.evidence
-    assert "%" in told.evidence
-    assert sum(told.shares.values()) == pytest.approx(1.0)
+    binding = named(system, rate, seed, lengths=lengths)
+    assert binding.limit == limit, binding
+    assert f"at {rate:g} req/s" in binding.evidence
+    assert "%" in binding.evidence
+    assert sum(binding.shares.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_slow_decode_step_is_named(seed: int) -> None:
-    told = named(PAIR, 30.0, seed, slo=Slo(500, 5.2, 0.9), lengths=(256, 64))
-    assert told.limit == "tpot"
-    assert "sequences running" in told.evidence
+    binding = named(PAIR, 30.0, seed, slo=Slo(500, 5.2, 0.9), lengths=(256, 64))
+    assert binding.limit == "tpot"
+    assert "sequences running" in binding.evidence
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_aggregated_server_is_bound_by_prompts_between_its_steps(seed: int) -> None:
-    told = named(replace(PAIR, prefill=0), 19.0, seed)
-    assert told.limit == "tpot"
-    assert "computed prompts" in told.evidence
+    binding = named(replace(PAIR, prefill=0), 19.0, seed)
+    assert binding.limit == "tpot"
+    assert "computed prompts" in binding.evidence
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -115,9 +115,9 @@ def test_nothing_binds_where_nothing_is_late(seed: int) -> None:
 
 
 def test_work_that_takes_too_long_alone_is_told_from_a_queue() -> None:
-    told = named(PAIR, 1.0, 1, slo=Slo(30, 15, 0.9), lengths=(2048, 16))
-    assert told.limit == "prefill"
-    assert "the prompt's computation itself" in told.evidence
+    binding = named(PAIR, 1.0, 1, slo=Slo(30, 15, 0.9), lengths=(2048, 16))
+    assert binding.limit == "prefill"
+    assert "the prompt's computation itself" in binding.evidence
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -163,9 +163,9 @@ def window_facts(use: dict[str, Use] | None = None, kv_ms: float | None = None) 
 
 def test_without_router_times_and_gauges_it_is_undetermined() -> None:
     assert binding_of(late(), SLO, window_facts()).limit == "undetermined"
-    told = binding_of(late(), SLO, window_facts({"prefill": Use(), "decode": Use()}, 3.0))
-    assert told.limit == "undetermined"
-    assert "router reported no times" in told.evidence
+    binding = binding_of(late(), SLO, window_facts({"prefill": Use(), "decode": Use()}, 3.0))
+    assert binding.limit == "undetermined"
+    assert "router reported no times" in binding.evidence
 
 
 def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
@@ -174,21 +174,21 @@ def test_waiting_on_a_decode_that_tells_nothing_is_undetermined() -> None:
     }  # fmt: skip
     records = late(**times)
     records[0].decode_first_byte_s = 0.03  # somebody did not wait
-    told = binding_of(records, SLO, window_facts())
-    assert told.limit == "undetermined"
+    binding = binding_of(records, SLO, window_facts())
+    assert binding.limit == "undetermined"
     full = {"decode": Use(slots=8, slots_full_share=0.9, kv_full_share=0.0)}
-    told = binding_of(records, SLO, window_facts(full))
-    assert told.limit == "decode_slots"
-    assert "all 8 slots were in use 90% of the time" in told.evidence
+    binding = binding_of(records, SLO, window_facts(full))
+    assert binding.limit == "decode_slots"
+    assert "all 8 slots were in use 90% of the time" in binding.evidence
 
 
 def test_mostly_failed_requests_are_no_queue() -> None:
     records = late()
     for record in records[20:]:
         record.error = "http_error"
-    told = binding_of(records, SLO, window_facts())
-    assert told.limit == "undetermined"
-    assert "http_error" in told.evidence
+    binding = binding_of(records, SLO, window_facts())
+    assert binding.limit == "undetermined"
+    assert "http_error" in binding.evidence
 
 
 def test_use_from_samples() -> None:
@@ -205,11 +205,11 @@ def test_use_from_samples() -> None:
     ]
     use = sampled_use(rows, slots=8)
     assert set(use) == {"decode"}
-    told = use["decode"]
-    assert (told.engines, told.running_peak, told.waiting_mean, told.slots) == (1, 8, 1.75, 8)
-    assert (told.slots_full_share, told.kv_full_share) == (0.5, 0.25)
+    decode = use["decode"]
+    assert (decode.engines, decode.running_peak, decode.waiting_mean, decode.slots) == (1, 8, 1.75, 8)
+    assert (decode.slots_full_share, decode.kv_full_share) == (0.5, 0.25)
     assert sampled_use(rows, slots=None)["decode"].slots_full_share is None
-    assert (Use.from_json(told.to_json()), sampled_use([], slots=8)) == (told, {})
+    assert (Use.from_json(decode.to_json()), sampled_use([], slots=8)) == (decode, {})
 
 
 # -- what a cell stores -------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ def test_the_lowest_missed_rate_above_the_answer_is_asked() -> None:
     trials = [trial(9, "missed"), trial(10, "met"), trial(14, "missed"), trial(12, "missed", limit=limit)]
     found = limiting_trial(trials, 10.0)
     assert found.request_rate == 12
-    told = limit_of_cell(trials, 10.0)
-    assert told == {**limit, "trial_id": "t-12"}
-    assert Binding.from_json(told).limit == "prefill"
+    stored = limit_of_cell(trials, 10.0)
+    assert stored == {**limit, "trial_id": "t-12"}
+    assert Binding.from_json(stored).limit == "prefill"
     lowest = limiting_trial(trials, None)
     assert lowest.request_rate == 9
     assert limit_of_cell(trials, None) is None  # it was missed, and nobody has noted why
@@ -312,10 +312,10 @@ def test_what_late_requests_waited_for_is_said(
     quick = {"prefill_answered_s": 0.01, "decode_sent_s": 0.01, "decode_first_byte_s": 0.02}
     for name, value in quick.items():  # somebody did not wait: what a request alone takes
         setattr(records[0], name, value)
-    told = binding_of(records, SLO, replace(window_facts(use, kv_ms), window=Window(0.0, 10.0)))
-    said = words.replace("…", "of the TTFT of late requests was")
-    assert (told.limit, told.evidence) == (limit, f"at 10 req/s, {said}")
-    assert sum(told.shares.values()) == pytest.approx(1.0)
+    binding = binding_of(records, SLO, replace(window_facts(use, kv_ms), window=Window(0.0, 10.0)))
+    reason = words.replace("…", "of the TTFT of late requests was")
+    assert (binding.limit, binding.evidence) == (limit, f"at 10 req/s, {reason}")
+    assert sum(binding.shares.values()) == pytest.approx(1.0)
 
 
 def test_slow_steps_are_said_with_what_ran_in_them() -> None:
@@ -328,21 +328,21 @@ def test_slow_steps_are_said_with_what_ran_in_them() -> None:
         ]
 
     facts = replace(window_facts({"decode": Use(running_mean=7.6)}), window=Window(0.0, 10.0))
-    told = binding_of(slow([0.02] * 10), SLO, facts)
-    assert told.limit == "tpot"
-    assert told.evidence == (
+    binding = binding_of(slow([0.02] * 10), SLO, facts)
+    assert binding.limit == "tpot"
+    assert binding.evidence == (
         "at 10 req/s, 100 requests exceeded a TPOT of 15 ms; their median gap between tokens was 20 ms "
         "with 8 sequences running on average"
     )
     mixed = [0.01] * 8 + [0.1, 0.1]  # 200 of 280 ms in two steps
-    told = binding_of(slow(mixed), SLO, replace(facts, use={"aggregated": Use()}))
-    assert told.evidence == (
+    binding = binding_of(slow(mixed), SLO, replace(facts, use={"aggregated": Use()}))
+    assert binding.evidence == (
         "at 10 req/s, 100 requests exceeded a TPOT of 15 ms; their median gap between tokens was 10 ms"
         ", and 71% of their decode time was in steps that also computed prompts"
     )
-    assert told.shares["long_gaps"] == pytest.approx(200 / 280)
-    told = binding_of(slow(mixed), SLO, facts)
-    assert told.evidence.endswith("71% of their decode time was in steps much longer than others")
+    assert binding.shares["long_gaps"] == pytest.approx(200 / 280)
+    binding = binding_of(slow(mixed), SLO, facts)
+    assert binding.evidence.endswith("71% of their decode time was in steps much longer than others")
     few = [0.0148] * 9 + [0.03]  # a fifth, and no more, makes them worth a word
     assert "much longer" in binding_of(slow([0.0138] * 8 + [0.03, 0.03]), SLO, facts).evidence
     assert "much longer" not in binding_of(slow(few), SLO, facts).evidence

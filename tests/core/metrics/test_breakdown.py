@@ -136,8 +136,8 @@ def test_from_vllm_pages_to_the_trials_columns() -> None:
     zero = {"prefill-0": Server(0, 64, "prefill").page(), "decode-0": Server(0, 64).page(), "router": None}
     after = {"prefill-0": p.page(), "decode-0": d.page(), "router": None}
     load = LoadResult([record(i, **SEQUENTIAL, decode_first_byte_s=0.09) for i in range(n)], "complete", 20.0)
-    told = engine_summary(zero, after, engine_figures(zero, after), load)
-    parts = told["ttft_breakdown_ms"]
+    summary = engine_summary(zero, after, engine_figures(zero, after), load)
+    parts = summary["ttft_breakdown_ms"]
     assert (parts["prefill"], parts["kv_transfer"]) == (pytest.approx(30), pytest.approx(6))
     assert (parts["first_decode_step"], parts["decode_queue"]) == (pytest.approx(4), pytest.approx(5))
-    assert total(parts) == pytest.approx(told["ttft_ms_mean_of_all"]) == pytest.approx(100)
+    assert total(parts) == pytest.approx(summary["ttft_ms_mean_of_all"]) == pytest.approx(100)

@@ -24,7 +24,7 @@ from kvbench.results.finished_cells import _outputs, changed_outputs, output_row
 from kvbench.sweep.trial.output_check import compare
 
 WORDS = [f" w{number}" for number in range(12)]
-TOLD, LENGTH, PROMPTS = 5, 16, 4
+TOP_K, LENGTH, PROMPTS = 5, 16, 4
 
 
 def tokens(
@@ -44,7 +44,7 @@ def tokens(
         if noise is not None:
             logits = logits + noise.normal(0, sigma, len(WORDS))
         scores = logits - math.log(np.exp(logits).sum())
-        order = np.argsort(-scores)[:TOLD]
+        order = np.argsort(-scores)[:TOP_K]
         found.append(TokenChoice(WORDS[order[0]], {WORDS[place]: float(scores[place]) for place in order}))
         state = (state * 31 + int(order[0]) + 1) % 2**32
     return tuple(found)
@@ -61,8 +61,8 @@ def served(
     """One server's answers to the prompts, asked again ``repeats`` times."""
     rounds = []
     for _ in range(1 + repeats):
-        mine = [tokens(first + prompt, noise, sigma, fault) for prompt in range(PROMPTS)]
-        rounds.append(Outputs(tuple(map(text, mine)), 0.1, tuple(mine) if scored else ()))
+        choices = [tokens(first + prompt, noise, sigma, fault) for prompt in range(PROMPTS)]
+        rounds.append(Outputs(tuple(map(text, choices)), 0.1, tuple(choices) if scored else ()))
     return Outputs(rounds[0].texts, 0.1, rounds[0].choices, tuple(rounds[1:]))
 
 
@@ -128,11 +128,11 @@ FAR = TokenChoice(" sat", {" sat": -0.01, " ran": -5.0, " b": -6.0})
 
 
 @pytest.mark.parametrize(
-    ("said", "gap"),
+    ("answer", "gap"),
     [(" dog runs", 0.02), (" cat ran", 4.99), (" cat flew", 5.99), (" cat sat down", None), (" emu", 2.3)],
 )
-def test_the_gap_is_that_of_the_first_other_token(said: str, gap: float | None) -> None:
-    found = departure((NEAR, FAR), said)
+def test_the_gap_is_that_of_the_first_other_token(answer: str, gap: float | None) -> None:
+    found = departure((NEAR, FAR), answer)
     assert found == (None if gap is None else pytest.approx(gap))
 
 

@@ -52,7 +52,7 @@ def test_short_forms(text: str, limit: Limit) -> None:
     assert Limit.parse(text) == limit
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("ttft_ms p90 >= 5000", "is not a limit; expected such as `ttft_ms p90 <= 5000`"),
     ("itl_ms p90 <= 5", "unknown metric 'itl_ms'"),
     ("ttft_ms p100 <= 5", "statistic must be"),
@@ -61,8 +61,8 @@ def test_short_forms(text: str, limit: Limit) -> None:
     ("ttft_ms <= 0", "must be above 0"),
     ("", "is not a limit"),
 ])  # fmt: skip
-def test_what_is_no_limit_is_told(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_what_is_no_limit_is_told(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         Limit.parse(text)
 
 

@@ -30,7 +30,7 @@ from kvbench.core.records import Cell, RequestRecord
 from kvbench.core.scenario.scenario import scenario_schema
 from kvbench.engines.vllm import VllmOptions
 from kvbench.errors import ScenarioError
-from kvbench.planning.gpu_dealing import far_device_env
+from kvbench.planning.gpu_dealing import remote_device_env
 from kvbench.planning.plan import plan_of
 from kvbench.planning.scenario_files import load_scenario, registry
 from kvbench.report.compare import CompareOptions, compare_runs, rows_page
@@ -55,7 +55,7 @@ def planned(deployment: dict[str, Any], processes: dict[str, Any] | None = None)
     return {
         "scenario": {"deployment": deployment},
         "deployments": [
-            {"label": label, "instances": [{"name": name} for name in mine]} for label, mine in names.items()
+            {"label": label, "instances": [{"name": name} for name in ids]} for label, ids in names.items()
         ],
         "processes": processes or {},
     }
@@ -130,27 +130,27 @@ def test_sizes_differ_in_gpus_where_both_are_known_and_else_in_engines(one: Size
 def test_twice_the_engines_are_not_ahead() -> None:
     """The README's own case: 69.2 req/s on P and D, 40.2 on one engine: 1.72 by rate, 0.86 per engine."""
     rows = [row("nixl", 69.2, 73.8, Size(2)), row("aggregated", 40.2, 44.5, Size(1))]
-    (told,) = rate_pairs(rows)
-    assert (told.ahead, told.per, told.counts) == ("aggregated", "engine", (1, 2))
-    assert told.ratio == pytest.approx(1 / 0.86, rel=0.005)
-    assert told.text() == (
+    (pair,) = rate_pairs(rows)
+    assert (pair.ahead, pair.per, pair.counts) == ("aggregated", "engine", (1, 2))
+    assert pair.ratio == pytest.approx(1 / 0.86, rel=0.005)
+    assert pair.text() == (
         "not directly comparable: 2 engines (nixl) against 1 engine (aggregated); per engine: "
         "aggregated 1.16× nixl [1.12, 1.26]"
     )
-    assert ahead(rows) == [f"1,024 in: {told.text()}"]
+    assert ahead(rows) == [f"1,024 in: {pair.text()}"]
 
 
 def test_gpus_are_what_is_compared_where_they_are_known() -> None:
-    (told,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 16)), row("b", 15.0, 16.0, Size(2, 8))])
-    assert told.text().startswith("not directly comparable: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5")
+    (pair,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 16)), row("b", 15.0, 16.0, Size(2, 8))])
+    assert pair.text().startswith("not directly comparable: 16 GPUs (a) against 8 GPUs (b); per GPU: b 1.5")
     (fair,) = rate_pairs([row("a", 20.0, 21.0, Size(2, 8)), row("b", 10.0, 11.0, Size(1, 8))])
     assert fair.text() == "a 2.00× b [1.85, 2.06]"
 
 
 def test_nothing_is_invented_for_what_nobody_counted() -> None:
-    (told,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("b", 10.0, 11.0, Size(2))])
-    assert told.ratio is None
-    assert told.text() == "not directly comparable: 2 engines (b) against an unknown number of engines (url)"
+    (pair,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("b", 10.0, 11.0, Size(2))])
+    assert pair.ratio is None
+    assert pair.text() == "not directly comparable: 2 engines (b) against an unknown number of engines (url)"
     (both,) = rate_pairs([row("url", 20.0, 21.0, Size()), row("other", 10.0, 11.0, Size())])
     assert both.text() == "url 2.00× other [1.85, 2.06]"
     (same,) = rate_pairs([row("url", 20.0, 21.0, Size(None, 8)), row("b", 10.0, 11.0, Size(2, 8))])
@@ -160,8 +160,8 @@ def test_nothing_is_invented_for_what_nobody_counted() -> None:
 
 
 def test_a_rate_against_none_is_told_per_engine_too() -> None:
-    (told,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 2.0, Size(1), "none")])
-    assert told.text().endswith("per engine: a sustains a rate, b none of the tested rates")
+    (pair,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 2.0, Size(1), "none")])
+    assert pair.text().endswith("per engine: a sustains a rate, b none of the tested rates")
     (open_,) = rate_pairs([row("a", 8.0, 8.4, Size(2)), row("b", None, 6.0, Size(1), "none")])
     assert open_.ratio is None
 
@@ -180,16 +180,16 @@ intervals = st.tuples(st.floats(0.1, 100), st.floats(1.001, 2)).map(lambda t: (t
 def test_a_pair_is_compared_by_rates_only_at_equal_numbers(
     one: tuple[float, float], other: tuple[float, float], n: int, m: int
 ) -> None:
-    (told,) = rate_pairs([row("a", *one, Size(n)), row("b", *other, Size(m))])
-    assert (told.per is None) == (n == m)
+    (pair,) = rate_pairs([row("a", *one, Size(n)), row("b", *other, Size(m))])
+    assert (pair.per is None) == (n == m)
     per = {"a": [end / n for end in one], "b": [end / m for end in other]}
-    sure = log_normal_odds(per[told.ahead], per[told.behind])
-    ratio = per[told.ahead][0] / per[told.behind][0]
+    sure = log_normal_odds(per[pair.ahead], per[pair.behind])
+    ratio = per[pair.ahead][0] / per[pair.behind][0]
     if abs(sure - AHEAD) > 0.01:  # the rates that stand for a posterior are 41
-        assert (told.ratio is not None) == (sure > AHEAD and ratio > 1)
-    if told.ratio is not None:
-        assert (told.ratio, told.sure) == (pytest.approx(ratio), pytest.approx(sure, abs=0.01))
-    assert ("per engine" in told.text()) == (n != m)
+        assert (pair.ratio is not None) == (sure > AHEAD and ratio > 1)
+    if pair.ratio is not None:
+        assert (pair.ratio, pair.sure) == (pytest.approx(ratio), pytest.approx(sure, abs=0.01))
+    assert ("per engine" in pair.text()) == (n != m)
 
 
 def load(name: str, size: Size, ttft_ms: float) -> LoadRow:
@@ -234,8 +234,8 @@ def test_every_table_has_the_rate_per_engine(uneven: RunFolder) -> None:
     assert "per_gpu" not in prometheus(uneven)
     assert "cost" not in (uneven.path / "report.md").read_text("utf-8")
     table = rows_page(compare_runs([uneven]), CompareOptions(format="csv")).text("csv")
-    (told,) = (line for line in csv.DictReader(io.StringIO(table)) if line["connector"] == "nixl")
-    assert float(told["max_request_rate_per_engine"]) == pytest.approx(per)
+    (nixl,) = (line for line in csv.DictReader(io.StringIO(table)) if line["connector"] == "nixl")
+    assert float(nixl["max_request_rate_per_engine"]) == pytest.approx(per)
 
 
 def test_emulated_gpus_have_goodput_tokens_and_costs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,22 +329,22 @@ def test_lone_engines_take_the_places_and_devices_of_p_and_d() -> None:
     names = [instance.name for instance in whole.instances]
     assert names == ["aggregated-0", "aggregated-1", "aggregated-2"]
     assert [deployment.host_name(name) for name in names] == ["a", "b", "b"]
-    given = [env["CUDA_VISIBLE_DEVICES"] for env in far_device_env(scenario, whole).values()]
+    given = [env["CUDA_VISIBLE_DEVICES"] for env in remote_device_env(scenario, whole).values()]
     assert given == ["0", "0", "1"]
-    own, _ = load_scenario("quickstart", [
+    assigned, _ = load_scenario("quickstart", [
         "deployment.launcher=ssh",
         f"deployment.hosts={json.dumps(hosts)}",
         "deployment.roles={prefill: a, decode: b, aggregated: b}",
     ])  # fmt: skip
-    assert [own.deployment.host_name(f"aggregated-{rank}") for rank in range(2)] == ["b", "b"]
+    assert [assigned.deployment.host_name(f"aggregated-{rank}") for rank in range(2)] == ["b", "b"]
 
 
 def test_on_one_host_they_take_prefills_devices_and_then_decodes() -> None:
     options = VllmOptions.model_validate(
         {"model": "m", "prefill_devices": ["0,1"], "decode_devices": ["2,3", "4,5"]}
     )
-    told = [options.environment("aggregated", rank).get("CUDA_VISIBLE_DEVICES") for rank in range(4)]
-    assert told == ["0,1", "2,3", "4,5", None]
+    devices = [options.environment("aggregated", rank).get("CUDA_VISIBLE_DEVICES") for rank in range(4)]
+    assert devices == ["0,1", "2,3", "4,5", None]
     assert options.environment("decode", 1)["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
@@ -415,11 +415,11 @@ def test_the_picture_says_how_many_engines_each_line_has(uneven: RunFolder) -> N
 
 
 def test_a_plan_says_how_many_engines_stand_against_each_other() -> None:
-    for words, said in (
+    for words, expected in (
         ((), "1P1D against 2 engines without P/D"),
         (("2",), "against 2"),
         (("1",), "1 engine "),
     ):
         sets = tuple(f"deployment.aggregated={count}" for count in words)
         text = invoke("plan", "quickstart", sets=sets).out
-        assert said in text
+        assert expected in text

@@ -17,7 +17,7 @@ from kvbench.core.scenario.scenario import Scenario, parse_scenario
 from kvbench.errors import InputError
 from kvbench.hosts.devices import rdma
 from kvbench.planning.doctor.scenario import transport_checks
-from kvbench.planning.gpu_dealing import VISIBLE, far_device_env, require_gpus
+from kvbench.planning.gpu_dealing import VISIBLE, remote_device_env, require_gpus
 from kvbench.planning.kubernetes import K8sOptions, manifests_of
 from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import process_specs
@@ -137,18 +137,18 @@ def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -
     assert list(seen(chosen).values()) == [None, "0"]
 
 
-@pytest.mark.parametrize(("deployment", "said"), [
+@pytest.mark.parametrize(("deployment", "text"), [
     ({"prefill": 4, "decode": 4}, "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has 4"),
     ({"prefill": 1, "decode": 2, "tensor_parallel_size": 2},
      "needs 6 GPUs (prefill 1 × 2, decode 2 × 2), and this host has 4"),
 ])  # fmt: skip
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_too_few_are_refused_by_count(node: Path, engine: str, deployment: dict[str, Any], said: str) -> None:
+def test_too_few_are_refused_by_count(node: Path, engine: str, deployment: dict[str, Any], text: str) -> None:
     hgx.write_smi(node, 4)
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as caught:
         require_gpus(plan_of(scenario(engine, **deployment)))
-    assert told.value.message.endswith(said)
-    assert "prefill_devices" in told.value.hint
+    assert caught.value.message.endswith(text)
+    assert "prefill_devices" in caught.value.hint
 
 
 @pytest.mark.parametrize(("engine", "arguments", "count"), [
@@ -202,7 +202,7 @@ def far(hosts: dict[str, dict[str, Any]], roles: dict[str, Any], **deployment: A
 
 
 def far_seen(asked: Scenario, answers: dict[str, dict[str, Any]] | None = None) -> dict[str, str]:
-    given = far_device_env(asked, planned(asked), answers)
+    given = remote_device_env(asked, planned(asked), answers)
     return {process: env[VISIBLE] for process, env in given.items()}
 
 
@@ -280,15 +280,15 @@ def test_tcp_beside_active_rdma_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     assert "UCX_TLS=tcp)" in inherited.detail
 
 
-@pytest.mark.parametrize(("env", "argv", "told"), [
+@pytest.mark.parametrize(("env", "argv", "forced"), [
     ({"UCX_TLS": "tcp,cuda_copy,cuda_ipc"}, [], True), ({"UCX_TLS": "rc,tcp"}, [], False),
     ({"UCX_TLS": "all"}, [], False), ({"UCX_TLS": "^ib"}, [], True), ({"UCX_TLS": "^cma"}, [], False),
     ({"UCX_TLS": "cuda_ipc,sm"}, [], False), ({"MC_FORCE_TCP": "0"}, [], True),
     ({"MC_FORCE_HCA": "1"}, [], False), ({"NCCL_IB_DISABLE": "1"}, [], True),
     ({}, ["--disaggregation-transfer-backend", "mooncake_tcp"], True), ({}, [], False),
 ])  # fmt: skip
-def test_what_forces_tcp(env: dict[str, str], argv: list[str], told: bool) -> None:
-    assert bool(forced_tcp(argv, env)) == told
+def test_what_forces_tcp(env: dict[str, str], argv: list[str], forced: bool) -> None:
+    assert bool(forced_tcp(argv, env)) == forced
 
 
 def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
@@ -344,11 +344,11 @@ def test_plan_launch_sweep_and_doctor_say_the_same(node: Path, tmp_path: Path) -
         f"version: 1\nmodel: tiny\ndeployment: {json.dumps(chosen)}\nconnectors: [nixl]\n"
         "workload: {input_len: 64, output_len: 11}\nslo: {ttft_ms: 1000, tpot_ms: 100}\n"
     )
-    said = "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has"
+    message = "nixl needs 8 GPUs (prefill 4 × 1, decode 4 × 1), and this host has"
     for words in (["plan"], ["launch"], ["sweep", "--output", str(tmp_path / "out")], ["doctor"]):
         done = invoke(words[0], str(path), *words[1:])
         assert done.status != 0
         # The doctor's table breaks its lines.
-        wanted = "nixl needs 8 GPUs" if words == ["doctor"] else said
+        wanted = "nixl needs 8 GPUs" if words == ["doctor"] else message
         assert wanted in " ".join(done.text.split()), words
     assert not (tmp_path / "out").exists()

@@ -87,11 +87,11 @@ def test_processes_and_ports() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 12))
-def test_aggregated_engines_are_p_plus_d_unless_given(prefill: int, decode: int, said: int | None) -> None:
+def test_aggregated_engines_are_p_plus_d_unless_given(prefill: int, decode: int, count: int | None) -> None:
     sets = (f"deployment.prefill={prefill}", f"deployment.decode={decode}")
-    sets += () if said is None else (f"deployment.aggregated={said}",)
+    sets += () if count is None else (f"deployment.aggregated={count}",)
     whole, *pairs = plan(*sets).deployments
-    assert len(whole.instances) == (said or prefill + decode)
+    assert len(whole.instances) == (count or prefill + decode)
     assert {instance.role for instance in whole.instances} == {"aggregated"}
     assert (whole.router_port is None) == (len(whole.instances) == 1)
     assert {len(pair.instances) for pair in pairs} == {prefill + decode}

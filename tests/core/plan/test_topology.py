@@ -30,9 +30,9 @@ UNEQUAL = {"prefill": {"instances": 2, "tensor_parallel_size": 2}, "decode": {"t
 
 def written(listed: str = "[aggregated, nixl]", **deployment: Any) -> dict[str, Any]:
     """A scenario file's content; ``deployment`` for vLLM unless it names another engine."""
-    own = {"engine": "vllm", "engine_options": {"model": "m", "version": "0.33.0"}}
+    engine = {"engine": "vllm", "engine_options": {"model": "m", "version": "0.33.0"}}
     return {
-        "version": 1, "model": "qwen3-30b-a3b", "deployment": {"base_port": 23000, **own, **deployment},
+        "version": 1, "model": "qwen3-30b-a3b", "deployment": {"base_port": 23000, **engine, **deployment},
         "connectors": yaml.safe_load(listed), "workload": {"input_len": [64], "output_len": 4},
         "slo": {"ttft_ms": 200},
     }  # fmt: skip
@@ -87,7 +87,7 @@ def test_an_override_goes_into_a_number() -> None:
     assert scenario.deployment.ranks_of("decode-0") == Ranks(1)
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({"prefill": {"instances": 0}}, r"deployment\.prefill\.instances must be at least 1, not 0"),
     ({"prefill": {"instnces": 1}}, "did you mean `instances`"),
     ({"prefill": True}, r"deployment\.prefill: must be a whole number, or a mapping"),
@@ -100,8 +100,8 @@ def test_an_override_goes_into_a_number() -> None:
     ({"engine_options": {"model": "m", "decode_args": {"data-parallel-size": 2}},
       "decode": {"data_parallel_size": 2}}, "the engine's arguments also set it"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused_in_its_place(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ScenarioError, match=said):
+def test_what_cannot_be_is_refused_in_its_place(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
         parsed(**given)
 
 
@@ -195,7 +195,7 @@ def test_each_size_has_a_reference_of_its_own() -> None:
     assert "references" not in one.to_json()
 
 
-@pytest.mark.parametrize(("listed", "deployment", "said"), [
+@pytest.mark.parametrize(("listed", "deployment", "messages"), [
     ("[aggregated, nixl]", {"tensor_parallel_size": 4}, []),
     ("[aggregated, nixl]", UNEQUAL, ["nixl: prefill has TP 2 and decode TP 4"]),
     ("[nixl, mooncake]", UNEQUAL, ["nixl, mooncake: prefill has TP 2 and decode TP 4"]),
@@ -205,12 +205,12 @@ def test_each_size_has_a_reference_of_its_own() -> None:
      {"prefill": {"tensor_parallel_size": 2}, "aggregated": {"tensor_parallel_size": 1}},
      ["prefill has TP 2 and decode TP 1", "(TP 1: aggregated; TP 1 and 2: nixl)"]),
 ])  # fmt: skip
-def test_unequal_sizes_are_warned_of(listed: str, deployment: dict[str, Any], said: list[str]) -> None:
+def test_unequal_sizes_are_warned_of(listed: str, deployment: dict[str, Any], messages: list[str]) -> None:
     plan = plan_of(parsed(listed, **deployment)).to_json()
     labels = [entry["label"] for entry in plan["deployments"] if not entry["reference_only"]]
     found = list(unequal_ranks(plan, labels))
-    assert len(found) == len(said)
-    for warning, words in zip(found, said, strict=True):
+    assert len(found) == len(messages)
+    for warning, words in zip(found, messages, strict=True):
         assert words in warning.message
         assert f"{warning.message}; {warning.advice}" in plan["notes"]
 

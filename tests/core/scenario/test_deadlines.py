@@ -41,18 +41,18 @@ def test_a_trace_s_longest_output_counts() -> None:
 
 
 def test_a_deadline_that_would_cut_good_answers_is_refused_with_its_line() -> None:
-    def said(timeout: str) -> list[str]:
+    def mistakes_with(timeout: str) -> list[str]:
         text = MINIMAL.replace(OLD, "slo: {limits: [ttft p90 <= 90000]}")
         return mistakes(text.replace(SHORT, f"{SHORT}, request_timeout_s: {timeout}"))
 
-    (found,) = said("60")
+    (found,) = mistakes_with("60")
     line = next(n for n, text in enumerate(MINIMAL.splitlines(), 1) if SHORT in text)
     assert f":{line}: workload.request_timeout_s (60) is less than the 90 s" in found
     assert "omit it, or set at least that value" in found
-    own = parse(
+    explicit = parse(
         MINIMAL.replace(OLD, "slo: {ttft_ms: 90000}").replace(SHORT, f"{SHORT}, request_timeout_s: 90")
     )
-    assert own.request_timeout_s == 90.0
+    assert explicit.request_timeout_s == 90.0
     # A mistake of the SLO's own is told alone.
     wrong = mistakes(
         MINIMAL.replace(OLD, "slo: {ttft_ms: soon}").replace(SHORT, f"{SHORT}, request_timeout_s: 1")

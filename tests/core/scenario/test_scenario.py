@@ -194,7 +194,7 @@ def test_missing_keys_are_told_at_their_mapping() -> None:
     ]
 
 
-@pytest.mark.parametrize(("old", "new", "line", "said"), [
+@pytest.mark.parametrize(("old", "new", "line", "message"), [
     ("version: 1", "version: 2", 1, "version must be 1, not 2"),
     ("version: 1", "version: true", 1, "whole number, not true"),
     ("version: 1", "version: 1.0", 1, "whole number, not 1.0"),
@@ -224,16 +224,16 @@ def test_missing_keys_are_told_at_their_mapping() -> None:
     ("slo: {", "deployment: {engine_options: {max_model_len: 67}}\nslo: {", 4, "max_model_len of 67"),
     ("slo: {", "name: ../x\nslo: {", 5, "name is '../x', which does not fit"),
 ])  # fmt: skip
-def test_single_mistakes(old: str, new: str, line: int, said: str) -> None:
+def test_single_mistakes(old: str, new: str, line: int, message: str) -> None:
     text = MINIMAL.replace(old, new)
     if new == "output_len: 1}":
-        text, said = text.replace("250", "250, tpot_ms: 3"), "output_len 1 has no tpot"
+        text, message = text.replace("250", "250, tpot_ms: 3"), "output_len 1 has no tpot"
     assert len(found := mistakes(text)) == 1, found
     assert found[0].startswith(f"mine.yaml:{line}: ")
-    assert said in found[0]
+    assert message in found[0]
 
 
-@pytest.mark.parametrize(("text", "said"), [
+@pytest.mark.parametrize(("text", "message"), [
     ("", "mine.yaml:1: the file is empty"),
     ("# only a comment\n", "mine.yaml:1: the file is empty"),
     ("- a\n", "mine.yaml:1: must be a mapping of `key: value` lines"),
@@ -248,9 +248,9 @@ def test_single_mistakes(old: str, new: str, line: int, said: str) -> None:
     ("[" * 5000, "mine.yaml:1: is nested more than 16 levels deep"),
     ("#" * (MAX_CHARS + 1), "mine.yaml:1: is longer than 256 KiB"),
 ])  # fmt: skip
-def test_unreadable_text(text: str, said: str) -> None:
+def test_unreadable_text(text: str, message: str) -> None:
     found = mistakes(text)
-    assert found[0].startswith(said)
+    assert found[0].startswith(message)
 
 
 def test_aliases_cannot_explode() -> None:
@@ -293,7 +293,7 @@ def test_a_file_can_be_completed_by_overrides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("slo.tfft_ms=3", "--set slo.tfft_ms: unknown key `tfft_ms` in slo; did you mean `ttft_ms`?"),
         ("sloo.ttft_ms=3", "--set sloo.ttft_ms: unknown key `sloo`; did you mean `slo`?"),
@@ -319,10 +319,10 @@ def test_a_file_can_be_completed_by_overrides() -> None:
         ("deployment.engine_options.x=1", "--set deployment.engine_options.x: unknown key `x`"),
     ],
 )
-def test_wrong_overrides(override: str, said: str) -> None:
+def test_wrong_overrides(override: str, message: str) -> None:
     found = mistakes(MINIMAL, override)
     assert len(found) == 1
-    assert found[0].startswith(said)
+    assert found[0].startswith(message)
 
 
 def test_the_last_override_of_a_path_counts_where_it_stands() -> None:
@@ -379,11 +379,11 @@ def either(text: str, *overrides: str) -> None:
     try:
         scenario = parse(text, *overrides)
     except ScenarioError as error:
-        told = error.message.split("\n")
+        lines = error.message.split("\n")
     else:
-        told = []
+        lines = []
         assert isinstance(scenario, Scenario)
-    assert all(line.startswith(("mine.yaml:", "--set ", "… and ")) for line in told)
+    assert all(line.startswith(("mine.yaml:", "--set ", "… and ")) for line in lines)
 
 
 @settings(deadline=None, max_examples=60)

@@ -34,7 +34,7 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
     assert parse(json.dumps(scenario.resolved())) == scenario
 
 
-@pytest.mark.parametrize(("old", "new", "said"), [
+@pytest.mark.parametrize(("old", "new", "message"), [
     (OLD, "slo: {limits: [ttft p90 >= 5]}", "is not a limit; expected such as"),
     (OLD, "slo: {limits: [{metric: ttft_ms, limit: 5, unit: s}]}", "but no `unit`"),
     (OLD, "slo: {limits: [ttft p90 <= 5, ttft p90 <= 6]}", "repeats the metric and the statistic"),
@@ -49,9 +49,9 @@ def test_goals_that_are_accepted(old: str, new: str) -> None:
     ("input_len: 64", "trace: {path: t}, input_len: 64", "workload.trace is for method trace"),
     (OLD, "search: {method: sustained}", "the scenario needs the key `slo`"),
 ])  # fmt: skip
-def test_goals_that_contradict_themselves(old: str, new: str, said: str) -> None:
+def test_goals_that_contradict_themselves(old: str, new: str, message: str) -> None:
     assert old in MINIMAL
-    assert any(said in mistake for mistake in mistakes(MINIMAL.replace(old, new)))
+    assert any(message in mistake for mistake in mistakes(MINIMAL.replace(old, new)))
 
 
 def test_an_old_slo_reads_as_it_did() -> None:

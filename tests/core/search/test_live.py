@@ -37,7 +37,7 @@ def md1(offsets: np.ndarray, service_s: float) -> np.ndarray:
     return np.asarray(total + np.maximum.accumulate(offsets - (total - service_s)))
 
 
-def told(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> list[Observation]:
+def observed(first: np.ndarray, offsets: np.ndarray, limit_s: float, kind: str) -> list[Observation]:
     """Each request's observation: with its margin, with its TTFT too, without, or its TTFT as the value
     ("mean of answered": one in 50 has none)."""
     ttft = first - offsets
@@ -69,7 +69,7 @@ def run_md1(
     live = LiveTrial(config, criteria)
     late = first - offsets > limit_s
     known = np.where(late & ("mean" not in kind), offsets + limit_s, first + decode_s)
-    observations = told(first, offsets, limit_s, kind)
+    observations = observed(first, offsets, limit_s, kind)
     order, done, t_s = np.argsort(known, kind="stable"), 0, 0.0
     random = np.random.default_rng(seed)
     while True:
@@ -337,19 +337,19 @@ def test_whatever_is_told_it_ends_and_says_only_numbers(
     random = np.random.default_rng(seed)
     offsets = planned_offsets(rate, n, 1.0, seed)
     live = LiveTrial(LiveConfig(offsets, rate, latency_s, full_length=full_length), SHARE)
-    t_s, told_already, decision = 0.0, 0, None
+    t_s, reported, decision = 0.0, 0, None
     while decision is None:
         t_s += 1.0
         sent = int(np.searchsorted(offsets, t_s, side="right"))
-        upto = int(random.integers(told_already, sent + 1))
+        upto = int(random.integers(reported, sent + 1))
         rows: list[Observation] = []
-        for index in range(told_already, upto):
+        for index in range(reported, upto):
             value = float(random.random() < good)
             margin = (
                 float(random.choice([0.3, 0.9, 1.0])) if value else float(random.choice([1.1, 9.0, math.inf]))
             )
             rows.append((index, (value,), (margin,)) if margins else (index, (value,)))
-        told_already = upto
+        reported = upto
         decision = live.feed(t_s, rows, int(random.integers(0, sent + 1)), sent)
         assert t_s <= offsets[-1] + 2.0
     assert decision.verdict in ("met", "missed", "undecided")

@@ -34,22 +34,22 @@ def run(
         [0.0, seconds], rate, 1 / per_s + DECODE_S, max_s=seconds, ttft_limit_s=limit_s, turns=turns
     )
     live = LiveTrial(config, [CriterionTarget("share", 0.9)])
-    sent = told = 0
+    sent = reported = 0
     known = first + DECODE_S
     t_s = 0.0
     while True:
         t_s += BEAT_S
         now_sent = int(np.searchsorted(offsets, t_s, side="right"))
-        now_told = int(np.searchsorted(known, t_s, side="right"))
+        now_reported = int(np.searchsorted(known, t_s, side="right"))
         rows: list[Observation] = []
-        for place in range(told, now_told):
+        for place in range(reported, now_reported):
             wait_s = float(first[place] - offsets[place])
             tells = place % every == 0
             kept = float(wait_s <= limit_s) if tells else math.nan
             rows.append((place, (kept,), (wait_s / limit_s if tells else math.nan,), wait_s))
         waiting = now_sent - int(np.searchsorted(first, t_s, side="right"))
         found = live.feed(t_s, rows, waiting, now_sent, offsets[sent:now_sent].tolist())
-        sent, told = now_sent, now_told
+        sent, reported = now_sent, now_reported
         if found is not None:
             return found, t_s
         assert t_s < 2 * seconds

@@ -47,7 +47,7 @@ def threshold(truth: float) -> Trial:
 
 
 def asked(search: RateSearch) -> list[tuple[float, str]]:
-    return [(told.rate, told.purpose) for told in search.history]
+    return [(entry.rate, entry.purpose) for entry in search.history]
 
 
 def test_the_way_of_a_cold_start() -> None:
@@ -139,15 +139,15 @@ def test_a_contradiction_is_tried_once_more() -> None:
         assert (answer.lower, answer.upper, answer.status) == (lower, upper, "undecided")
 
 
-@pytest.mark.parametrize("told", [("missed",), ("met", "missed")])
-def test_a_miss_below_a_met_rate_is_tried_once_more_at_most(told: tuple[VerdictKind, ...]) -> None:
+@pytest.mark.parametrize("verdicts", [("missed",), ("met", "missed")])
+def test_a_miss_below_a_met_rate_is_tried_once_more_at_most(verdicts: tuple[VerdictKind, ...]) -> None:
     search = RateSearch(LIMITS)
-    for verdict in told:
+    for verdict in verdicts:
         search.tell(6, verdict)
     search.tell(12, "met")
     run(search, lambda _: "missed")
-    again = Counter(told.rate for told in search.history if told.purpose == "recheck")
-    assert again[6] == (len(told) == 1)
+    again = Counter(entry.rate for entry in search.history if entry.purpose == "recheck")
+    assert again[6] == (len(verdicts) == 1)
     assert set(again.values()) <= {1}
 
 
@@ -209,8 +209,8 @@ def test_any_verdicts_end_and_can_be_resumed(verdicts: list[VerdictKind], max_tr
     search = RateSearch(limits)
     answer = run(search, lambda rate: next(script, "missed"))
     resumed = RateSearch(limits)
-    for told in search.history:
-        resumed.tell(told.rate, told.verdict)
+    for entry in search.history:
+        resumed.tell(entry.rate, entry.verdict)
     assert resumed.history == search.history
     assert resumed.answer() == answer
 
@@ -221,9 +221,9 @@ def test_any_verdicts_end_and_can_be_resumed(verdicts: list[VerdictKind], max_tr
         st.tuples(st.floats(0.5, 512), st.sampled_from(["met", "missed", "invalid"])), min_size=1, max_size=8
     )
 )
-def test_results_from_elsewhere_are_taken_in(told: list[tuple[float, VerdictKind]]) -> None:
+def test_results_from_elsewhere_are_taken_in(results: list[tuple[float, VerdictKind]]) -> None:
     search = RateSearch(LIMITS)
-    for rate, verdict in told:
+    for rate, verdict in results:
         search.tell(rate, verdict)
     run(search, threshold(30))
 

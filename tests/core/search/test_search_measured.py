@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvbench.core.records import VerdictKind
 from kvbench.core.search import by_measurements
-from kvbench.core.search.by_measurements import SURE, _aim_below, _settled
+from kvbench.core.search.by_measurements import CERTAIN, _aim_below, _settled
 from kvbench.core.search.posterior.posterior import RateEstimate, fit
 from kvbench.core.search.posterior.rate_points import RatePoint, Waiting, point_of
 from kvbench.core.search.search import (
@@ -45,8 +45,8 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
         assert search.ask() == probe
         search.tell(probe.rate, *trial(probe))
         assert len(search.history) <= limits.max_trials
-        told = search.answer()
-        assert told.trials == len(search.history)
+        interim = search.answer()
+        assert interim.trials == len(search.history)
     answer = search.answer()
     json.dumps(answer.to_json(), allow_nan=False)
     assert len(answer.curve) == answer.trials
@@ -54,7 +54,7 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
     if rate is not None:
         assert limits.min_rate <= rate <= limits.max_rate
         assert lower <= rate
-        met = [told.rate for told in search.history if told.verdict == "met"]
+        met = [entry.rate for entry in search.history if entry.verdict == "met"]
         assert min(met) <= rate * (1 + 1e-9)
         assert lower <= max(met)
         assert upper is None or rate <= upper
@@ -62,25 +62,25 @@ def run(search: RateSearch, trial: Trial) -> SearchAnswer:
         assert answer.confirmed
         top = rate * (1 + limits.precision) * (1 + 1e-9)
         assert any(
-            told.verdict == "met" and rate <= told.rate <= top and not short_of_target(told.measured)
-            for told in search.history
+            entry.verdict == "met" and rate <= entry.rate <= top and not short_of_target(entry.measured)
+            for entry in search.history
         )
     again = RateSearch(limits, None, ceiling=search_ceiling(search))
-    for told_before in search.history:
+    for previous in search.history:
         question = again.ask()
-        assert (question.rate, question.purpose) == (told_before.rate, told_before.purpose)
-        measured = told_before.measured
+        assert (question.rate, question.purpose) == (previous.rate, previous.purpose)
+        measured = previous.measured
         kept = (
             None if measured is None else TrialFigures.from_json(json.loads(json.dumps(measured.to_json())))
         )
-        again.tell(told_before.rate, told_before.verdict, kept)
+        again.tell(previous.rate, previous.verdict, kept)
     assert (again.ask(), again.answer()) == (None, answer)
     return answer
 
 
 def short_of_target(measured: TrialFigures | None) -> bool:
-    told = measured is not None and measured.target is not None and measured.attainment is not None
-    return told and measured.attainment < measured.target  # type: ignore[union-attr, operator]
+    known = measured is not None and measured.target is not None and measured.attainment is not None
+    return known and measured.attainment < measured.target  # type: ignore[union-attr, operator]
 
 
 def search_ceiling(search: RateSearch) -> bool:
@@ -173,9 +173,9 @@ def confirming(verdict: VerdictKind, attainment: float) -> RateSearch:
     truth = queue(30, 1, capacity=33)
 
     def trial(probe: Probe) -> Outcome:
-        told, measured = truth(probe)
+        actual, measured = truth(probe)
         if probe.purpose != "confirm" or measured is None:
-            return ("undecided" if told == "met" else told), measured
+            return ("undecided" if actual == "met" else actual), measured
         return verdict, replace(measured, attainment=attainment)
 
     search = RateSearch(replace(LIMITS, max_trials=9), ceiling=True)
@@ -222,12 +222,12 @@ def test_a_step_down_is_no_leap_where_requests_were_in_time() -> None:
 
 
 def test_a_step_down_from_nothing_in_time_is_bounded_too() -> None:
-    for told in (None, TrialFigures(0.0, 0.0, 0.1, 100, 50, 0.95, -1.0, 0.1)):
+    for measured in (None, TrialFigures(0.0, 0.0, 0.1, 100, 50, 0.95, -1.0, 0.1)):
         search, rates = RateSearch(SearchLimits(40, 0.01, 400)), []
         for _ in range(5):
             probe = search.ask()
             rates.append(probe.rate)
-            search.tell(probe.rate, "missed", told)
+            search.tell(probe.rate, "missed", measured)
         assert all(before / after <= 4.01 for before, after in pairwise(rates))
 
 
@@ -315,7 +315,7 @@ def test_a_long_tail_beyond_the_precision_does_not_converge(far: float, found: f
     )
     history = TrialHistory(replace(LIMITS, precision=0.2, max_trials=2), outcomes)
     estimate = RateEstimate(np.array([53.0, 55.0, 56.0, far]), np.array([0.02, 0.80, 0.06, 0.12]))
-    assert estimate.within(55.0, 0.2) > SURE
+    assert estimate.within(55.0, 0.2) > CERTAIN
     assert _settled(history, estimate) == found
     reason = "met at 55" if found else "stopped after max_trials = 2; the precision is not reached"
     assert by_measurements.answer(history, estimate, finished=True).reason == reason
@@ -357,13 +357,13 @@ def test_above_a_refused_rate_nothing_is_claimed() -> None:
 
 
 def test_a_contradiction_widens_the_interval() -> None:
-    def told(*misses: int) -> float:
+    def width(*misses: int) -> float:
         steady = [RatePoint(rate, count, 400, 10) for rate, count in ((8, 0), (9, 4), (11, 80), (12, 200))]
         here = [RatePoint(10, miss, 400, 10) for miss in misses]
         return fit([*steady, *here], 0.5, 512, Waiting()).width
 
     # Three times as many misses as allowed, and none at all, at one rate: less sure than twice as allowed.
-    assert told(60, 0, 60, 0) > told(20, 20, 20, 20)
+    assert width(60, 0, 60, 0) > width(20, 20, 20, 20)
 
 
 def test_a_point_is_no_more_than_its_trial() -> None:
@@ -424,9 +424,9 @@ measures: st.SearchStrategy[Any] = st.builds(
     st.integers(1, 25),
     st.booleans(),
 )
-def test_whatever_is_told_it_ends_within_limits(told: list[Outcome], max_trials: int, ceiling: bool) -> None:
+def test_whatever_is_told_it_ends_within_limits(draws: list[Outcome], max_trials: int, ceiling: bool) -> None:
     limits = SearchLimits(8, 0.5, 512, 0.05, max_trials)
-    script = iter(told)
+    script = iter(draws)
     run(RateSearch(limits, ceiling=ceiling), lambda probe: next(script, ("missed", None)))
 
 
@@ -437,7 +437,7 @@ def test_any_root_is_found(root: float, steepness: float, ceiling: bool, seed: i
     search = RateSearch(LIMITS, ceiling=ceiling)
     answer = run(search, trial)
     if answer.max_request_rate is None:  # no rate is printed that no trial met
-        assert all(told.rate >= answer.upper for told in search.history if told.verdict == "met")
+        assert all(entry.rate >= answer.upper for entry in search.history if entry.verdict == "met")
         assert answer.upper >= root
     else:
         assert answer.max_request_rate == pytest.approx(root, rel=0.15)
@@ -528,7 +528,7 @@ def test_a_rate_that_nothing_missed_is_at_least_that() -> None:
         )  # fmt: skip
         search.tell(probe.rate, "met", figures)
     answer = search.answer()
-    highest = max(told.rate for told in search.history)
+    highest = max(entry.rate for entry in search.history)
     assert highest < search.limits.max_rate
     assert (answer.max_request_rate, answer.upper, answer.censored) == (highest, None, "above")
     assert answer.status == "exhausted"

@@ -43,12 +43,12 @@ def test_a_turn_is_sent_think_time_after_the_answer_before_it(pair: bool) -> Non
     assert len(records) == 9
     assert [record.scheduled_s for record in records] == sorted(record.scheduled_s for record in records)
     for number, begun_s in enumerate([0.5, 0.51, 7.0]):
-        mine = [record for record in records if record.session == number]
-        assert ([record.turn for record in mine], mine[0].scheduled_s) == ([0, 1, 2], begun_s)
-        for before, after, think_s in zip(mine, mine[1:], [0.25, 3.0], strict=False):
+        turns = [record for record in records if record.session == number]
+        assert ([record.turn for record in turns], turns[0].scheduled_s) == ([0, 1, 2], begun_s)
+        for before, after, think_s in zip(turns, turns[1:], [0.25, 3.0], strict=False):
             assert after.scheduled_s == pytest.approx(before.last_token_s + think_s, abs=1e-9)
-        assert mine[-1].session_s == pytest.approx(mine[-1].last_token_s - begun_s)
-        assert [record.session_s for record in mine[:-1]] == [None, None]
+        assert turns[-1].session_s == pytest.approx(turns[-1].last_token_s - begun_s)
+        assert [record.session_s for record in turns[:-1]] == [None, None]
 
 
 def test_sub_agents_run_beside_each_other_and_the_next_turn_waits_for_the_last() -> None:
@@ -80,10 +80,10 @@ def test_own_answers_are_found_and_recorded_ones_are_not() -> None:
     answer = turn([1, 2], out=3 * SIZE)
     session = Session("s", 0.0, (answer, turn([1, 2, 3, 4, 5], 1.0)))
     found = {}
-    for own in (True, False):
-        load = session_load([session], [0.0], "session", SIZE, own_answers=own)
-        found[own] = run(load).records[-1].cached_tokens
-        assert load.offered_tokens([0, 1], [None]) == [found[own]]
+    for own_answers in (True, False):
+        load = session_load([session], [0.0], "session", SIZE, own_answers=own_answers)
+        found[own_answers] = run(load).records[-1].cached_tokens
+        assert load.offered_tokens([0, 1], [None]) == [found[own_answers]]
     # 37 tokens of prompt and 48 of answer, whose last one has no KV: five whole blocks.
     assert found == {True: 5 * SIZE, False: 2 * SIZE}
     # P computes prompts alone: what D made of the answer, P has not.
@@ -110,14 +110,14 @@ plans = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(plans, st.booleans(), st.booleans(), st.sampled_from([8, 16, 32, 48]), st.booleans())
 def test_no_cache_finds_more_than_is_offered(
-    shapes: list[list[tuple[list[int], int, float]]], pair: bool, own: bool, engine_block: int, apart: bool
+    shapes: list[list[tuple[list[int], int, float]]], pair: bool, reused: bool, engine_block: int, apart: bool
 ) -> None:
     sessions = [
         Session(str(place), 0.0, tuple(turn(blocks, think_s, out) for blocks, out, think_s in shape))
         for place, shape in enumerate(shapes)
     ]
     offsets = [place * (1e4 if apart else 0.001) for place in range(len(sessions))]
-    load = session_load(sessions, offsets, "corpus", SIZE, own_answers=own)
+    load = session_load(sessions, offsets, "corpus", SIZE, own_answers=reused)
     records = run(load, pair=pair).records
     places = [int(record.request_id.removeprefix("sim-")) for record in records]
     achieved = sum(record.cached_tokens or 0 for record in records)

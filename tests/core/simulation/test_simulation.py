@@ -235,9 +235,9 @@ def test_links_of_other_instances_are_other_links() -> None:
     burst = SimulatedLoad.alike([0.0, 0.0], 256, 1)
     slow = replace(PAIR, link=Link(0.01, 0.0), overheads=Overheads(), timing=service(1e-6))
     shared = simulate(slow, burst).duration_s
-    own = simulate(replace(slow, prefill=2, decode=2), burst).duration_s
+    separate = simulate(replace(slow, prefill=2, decode=2), burst).duration_s
     one_end = simulate(replace(slow, prefill=2), burst).duration_s
-    assert shared == pytest.approx(2 * own, rel=1e-3)
+    assert shared == pytest.approx(2 * separate, rel=1e-3)
     assert one_end == pytest.approx(shared, rel=1e-3)  # D's link is the same for both
 
 

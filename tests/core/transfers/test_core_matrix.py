@@ -131,9 +131,9 @@ def test_a_protocol_that_nothing_here_has_is_refused_by_name() -> None:
         replace(mover, lacking={"rdma": "no RDMA device"}) if "rdma" in mover.protocols else mover
         for mover in MOVERS
     )
-    with pytest.raises(InputError, match="no backend on this host moves bytes over rdma") as told:
+    with pytest.raises(InputError, match="no backend on this host moves bytes over rdma") as caught:
         build(Axes(protocols=("rdma",)), none)
-    assert "over rdma: no RDMA device" in told.value.message
+    assert "over rdma: no RDMA device" in caught.value.message
     assert build(Axes(protocols=("rdma", "tcp")), none).cases
     assert build(Axes(protocols=("tcp",)), none).cases
 
@@ -207,10 +207,10 @@ def test_every_combination_is_there_once(
     )
     found = build(axes, MOVERS)
     wanted = set(product(nics, threads, sizes, ("read", "write")))
-    told = [(case.nics, case.threads, (case.block_bytes, case.batch_size), case.op) for case in found.cases]
-    assert (len(told), set(told)) == (len(wanted), wanted)
-    assert len({case.key for case in found.cases}) == len(told)
-    assert found.estimate_s(1.0) >= len(told)
+    listed = [(case.nics, case.threads, (case.block_bytes, case.batch_size), case.op) for case in found.cases]
+    assert (len(listed), set(listed)) == (len(wanted), wanted)
+    assert len({case.key for case in found.cases}) == len(listed)
+    assert found.estimate_s(1.0) >= len(listed)
 
 
 def test_the_estimate_is_the_sum_of_its_parts() -> None:

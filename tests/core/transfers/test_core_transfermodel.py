@@ -85,8 +85,8 @@ def test_models_of_a_run() -> None:
 
 def test_a_model_survives_its_json() -> None:
     model = TransferModel("nixl", "tcp", "read", 4, 5e-5, 1e-6, 0.48, 4, 0.01, 0.02)
-    told = models_json([model], "run-1")
-    assert TransferModel.from_json(told["models"][0]) == model
+    stored = models_json([model], "run-1")
+    assert TransferModel.from_json(stored["models"][0]) == model
     assert model.seconds(0.48e9, 10) == pytest.approx(1.00006)
     assert "nixl over tcp, read, 4 NICs" in model.way
     assert "bytes / 0.48 GB/s" in model.text()

@@ -21,12 +21,12 @@ TIMES = st.lists(st.floats(1e-7, 10.0), min_size=1, max_size=300)
 
 @given(TIMES)
 def test_percentiles_are_ordered_and_really_occurred(times: list[float]) -> None:
-    told = call_times(times)
-    known = [told.minimum, told.p50, told.p90, told.p99, told.p999, told.maximum]
+    summary = call_times(times)
+    known = [summary.minimum, summary.p50, summary.p90, summary.p99, summary.p999, summary.maximum]
     values = [value for value in known if value is not None]
     assert values == sorted(values)
     assert set(values) <= set(times)
-    assert told.mean == pytest.approx(np.mean(times))
+    assert summary.mean == pytest.approx(np.mean(times))
 
 
 @pytest.mark.parametrize(("share", "needed"), [(0.5, 3), (0.9, 10), (0.99, 100), (0.999, 1000)])
@@ -58,13 +58,13 @@ def test_a_row_stands_beside_the_limits_of_its_own_transfer() -> None:
         make_record(nixl),
     ]
     row = run[-1]
-    told = figures(row, run)
-    assert told.of_line_rate == pytest.approx(0.96, abs=0.03)
-    assert told.of_memcpy == row.gb_per_s / run[2].gb_per_s
+    result = figures(row, run)
+    assert result.of_line_rate == pytest.approx(0.96, abs=0.03)
+    assert result.of_memcpy == row.gb_per_s / run[2].gb_per_s
     # Plain TCP over as many NICs, not over the loopback.
-    assert told.of_tcp == row.gb_per_s / run[4].gb_per_s == pytest.approx(1.0, abs=0.05)
+    assert result.of_tcp == row.gb_per_s / run[4].gb_per_s == pytest.approx(1.0, abs=0.05)
     spent = (row.initiator_cpu_s or 0) + (row.target_cpu_s or 0)
-    assert told.cpu_s_per_gb == pytest.approx(spent / (row.calls * row.nbytes / 1e9))
+    assert result.cpu_s_per_gb == pytest.approx(spent / (row.calls * row.nbytes / 1e9))
     assert (figures(run[0], run).of_tcp, figures(run[2], run).of_tcp) == (None, None)
 
 
@@ -99,12 +99,12 @@ def test_what_moves_nothing_is_compared_by_its_calls() -> None:
 
 
 def test_equal_runs_are_rarely_told_apart() -> None:
-    told = 0
+    false_alarms = 0
     for seed in range(200):
         (change,) = compare([make_record(CASE, seed)], [make_record(CASE, seed + 1000)])
-        told += change.ratio is not None
+        false_alarms += change.ratio is not None
     # 1 % by design; drifts slower than a run are the reader's to judge.
-    assert told <= 8
+    assert false_alarms <= 8
 
 
 def test_what_cannot_be_compared_says_why() -> None:

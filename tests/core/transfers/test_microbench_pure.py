@@ -90,8 +90,8 @@ def test_a_single_wrong_bit_anywhere_is_found(layout: Layout, seed: int, data: s
     memory.put(at, memory.get(at, 1) ^ np.uint8(1 << data.draw(st.integers(0, 7))))
     region, rest = divmod(at, layout.blocks * layout.block_bytes)
     block, byte = divmod(rest, layout.block_bytes)
-    said = difference(memory, layout, every, content, every)
-    assert said == f"region {region}, block {block}: byte {byte} is not what was sent"
+    message = difference(memory, layout, every, content, every)
+    assert message == f"region {region}, block {block}: byte {byte} is not what was sent"
     others = [number for number in every if number != block]
     assert difference(memory, layout, others, content, others) == ""
 

@@ -132,9 +132,9 @@ def listening(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 
 def move(lab: Lab, nic: int, size: int) -> tuple[float, int, str]:
     """Seconds, bytes received and congestion control of one TCP connection over one NIC."""
-    own, peer = (lab.nics(side)[nic]["address"] for side in ("A", "B"))
+    source, peer = (lab.nics(side)[nic]["address"] for side in ("A", "B"))
     receiver = listening(python(lab, "B", RECEIVER, peer))
-    seconds = output(python(lab, "A", SENDER, own, peer, str(size)))
+    seconds = output(python(lab, "A", SENDER, source, peer, str(size)))
     total, congestion = output(receiver).split()
     return float(seconds), int(total), congestion
 
@@ -216,8 +216,8 @@ def test_reset(lab: Lab) -> None:
     labfaults.place(lab, "reset", 1)
     assert connecting(lab, 1, DEADLINE_S) == "ConnectionRefusedError"
     assert labfaults.heal(lab, "reset", 1).packets > 0
-    own, peer = (lab.nics(side)[1]["address"] for side in ("A", "B"))
-    output(python(lab, "A", SENDER, own, peer, "10"))
+    source, peer = (lab.nics(side)[1]["address"] for side in ("A", "B"))
+    output(python(lab, "A", SENDER, source, peer, "10"))
     assert output(receiver).startswith("10 ")
 
 
@@ -247,13 +247,13 @@ def test_slow(lab: Lab) -> None:
     labfaults.place(lab, "slow", 1, "30mbit")  # in place of the other
     assert [(fault.kind, fault.amount) for fault in lab.state.faults] == [("slow", "30mbit")]
     labfaults.heal(lab, "slow", 1)
-    told: list[dict[str, Any]] = json.loads(lab.host("A").run("tc", "-j", "qdisc", "show", "dev", "nic1"))
-    assert told[0]["options"]["rate"] * 8 == lab.plan.bits_per_s
+    qdiscs: list[dict[str, Any]] = json.loads(lab.host("A").run("tc", "-j", "qdisc", "show", "dev", "nic1"))
+    assert qdiscs[0]["options"]["rate"] * 8 == lab.plan.bits_per_s
 
 
 @needs_lab
 @pytest.mark.parametrize(
-    ("kind", "nic", "amount", "said"),
+    ("kind", "nic", "amount", "message"),
     [
         ("fire", 0, "", "unknown fault"), ("pull", 3, "", "has no NIC 3"),
         ("pull", -1, "", "has no NIC -1"), ("pull", 0, "1%", "takes no amount"),
@@ -261,8 +261,8 @@ def test_slow(lab: Lab) -> None:
         ("slow", 0, "2gbit", "not slower"),
     ],
 )  # fmt: skip
-def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_faults_that_cannot_be(lab: Lab, kind: str, nic: int, amount: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         labfaults.place(lab, kind, nic, amount)
     with pytest.raises(InputError):
         labfaults.heal(lab, kind, nic)
@@ -401,9 +401,9 @@ def test_the_whole_way_by_command() -> None:
         assert code == 0
         assert "slow 10mbit on nic1" in out
         assert "10.77.1.2" in out
-        told = json.loads(kvbench_lab("status", "--json")[1])
-        assert told["labs"][0]["standing"] is True
-        assert told["labs"][0]["line_rate_gb_per_s"] == 0.0125
+        status = json.loads(kvbench_lab("status", "--json")[1])
+        assert status["labs"][0]["standing"] is True
+        assert status["labs"][0]["line_rate_gb_per_s"] == 0.0125
         code, out = kvbench_lab("up", *name)
         assert (code, "already exists" in out) == (2, True)
     finally:

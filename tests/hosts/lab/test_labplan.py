@@ -57,7 +57,7 @@ def test_bursts_that_were_measured_to_reach_their_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"nics": 0}, "1 to 64"),
         ({"nics": 65}, "1 to 64"),
@@ -71,8 +71,8 @@ def test_bursts_that_were_measured_to_reach_their_rate() -> None:
         ({"prefix": "127.0"}, "not the beginning"),
     ],
 )
-def test_shapes_that_cannot_be(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_shapes_that_cannot_be(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         LabPlan(**given)
 
 

@@ -76,7 +76,7 @@ def other_cable(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plant", "name", "status", "said", "fix"),
+    ("plant", "name", "status", "expected", "fix"),
     [
         (other_cable, "nic links", "warn", "no link on mlx5_1:1", "check cable"),
         (no_version_2, "gids", "missing", "no RoCE v2 GID on mlx5_1:1", "cma_roce_mode"),
@@ -96,12 +96,12 @@ def other_cable(root: Path) -> None:
     ],
 )  # fmt: skip
 def test_each_trouble_is_named_with_its_mend_and_alone(
-    root: Path, plant: Callable[[Path], object], name: str, status: str, said: str, fix: str
+    root: Path, plant: Callable[[Path], object], name: str, status: str, expected: str, fix: str
 ) -> None:
     plant(root)
     found = checked(root)
     assert found[name].status == status
-    assert said in found[name].detail
+    assert expected in found[name].detail
     assert fix in found[name].fix
     assert [check.name for check in found.values() if check.status != "ok"] == [name]
 
@@ -149,7 +149,7 @@ def test_versions_are_told_where_they_are_installed() -> None:
 
 
 # Settings
-def told(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Check]:
+def checks_of(root: Path, environ: Mapping[str, str], gpus: int = 8) -> dict[str, Check]:
     found = settings_checks(Machine.at(root, gpus, hgx.ADDRESSES), environ)
     assert all(check.fix for check in found if check.status != "ok")
     return {check.name: check for check in found}
@@ -174,12 +174,12 @@ GOOD = {
     ],
 )
 def test_sound_settings_are_let_alone(root: Path, environ: dict[str, str]) -> None:
-    (check,) = told(root, environ).values()
+    (check,) = checks_of(root, environ).values()
     assert (check.name, check.status) == ("settings", "ok")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "status", "said"),
+    ("name", "value", "status", "expected"),
     [
         ("MC_FORCE_TCP", "1", "warn", "although there is RDMA"),
         ("NCCL_IB_DISABLE", "1", "warn", "although there is RDMA"),
@@ -201,27 +201,27 @@ def test_sound_settings_are_let_alone(root: Path, environ: dict[str, str]) -> No
         ("UCX_LOG_LEVEL", "debug", "warn", "a line for each transfer"),
     ],
 )
-def test_each_bad_setting_is_named(root: Path, name: str, value: str, status: str, said: str) -> None:
-    found = told(root, {name: value})
+def test_each_bad_setting_is_named(root: Path, name: str, value: str, status: str, expected: str) -> None:
+    found = checks_of(root, {name: value})
     assert list(found) == [f"setting {name}"]
     assert found[f"setting {name}"].status == status
-    assert said in found[f"setting {name}"].detail
+    assert expected in found[f"setting {name}"].detail
 
 
 def test_fewer_rails_than_devices(root: Path) -> None:
     devices = ",".join(f"{name}:1" for name in hgx.NAMES)
-    found = told(root, {"UCX_NET_DEVICES": devices})["setting UCX_MAX_RMA_RAILS"]
+    found = checks_of(root, {"UCX_NET_DEVICES": devices})["setting UCX_MAX_RMA_RAILS"]
     assert (found.status, found.fix) == ("warn", "UCX_MAX_RMA_RAILS=8")
     assert "is unset, and NIXL makes it 2" in found.detail
-    assert list(told(root, {"UCX_NET_DEVICES": devices, "UCX_MAX_RMA_RAILS": "8"})) == ["settings"]
+    assert list(checks_of(root, {"UCX_NET_DEVICES": devices, "UCX_MAX_RMA_RAILS": "8"})) == ["settings"]
 
 
 def test_a_small_mtu_under_mooncakes_large_one(root: Path) -> None:
     (hgx.pci(root, "mlx5_1") / "net/rail1/mtu").write_text("1500\n")
-    assert "rail1 carries less" in told(root, {"MC_MTU": "4096"})["setting MC_MTU"].detail
+    assert "rail1 carries less" in checks_of(root, {"MC_MTU": "4096"})["setting MC_MTU"].detail
 
 
 def test_without_rdma_the_same_settings_mean_something_else(tmp_path: Path) -> None:
-    assert list(told(tmp_path, {"MC_FORCE_TCP": "1", "UCX_TLS": "tcp"}, gpus=0)) == ["settings"]
-    assert told(tmp_path, {"MC_FORCE_HCA": "1"}, 0)["setting MC_FORCE_HCA"].status == "missing"
-    assert "unset NCCL_IB_HCA" in told(tmp_path, {"NCCL_IB_HCA": "mlx5"}, 0)["setting NCCL_IB_HCA"].fix
+    assert list(checks_of(tmp_path, {"MC_FORCE_TCP": "1", "UCX_TLS": "tcp"}, gpus=0)) == ["settings"]
+    assert checks_of(tmp_path, {"MC_FORCE_HCA": "1"}, 0)["setting MC_FORCE_HCA"].status == "missing"
+    assert "unset NCCL_IB_HCA" in checks_of(tmp_path, {"NCCL_IB_HCA": "mlx5"}, 0)["setting NCCL_IB_HCA"].fix

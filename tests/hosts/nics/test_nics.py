@@ -65,8 +65,8 @@ def test_the_nic_behind_the_gpus_own_switch_comes_first(root: Path, gpu: int) ->
     assert place == MemoryPlace(gpu // 4, hgx.gpu_address(gpu))
     ordered = names(choose(8, rdma_nics(root), place, root))
     assert ordered[0] == hgx.NAMES[gpu]
-    own, other = hgx.NAMES[:4], hgx.NAMES[4:]
-    assert set(ordered[:4]) == set(own if gpu < 4 else other)
+    first, other = hgx.NAMES[:4], hgx.NAMES[4:]
+    assert set(ordered[:4]) == set(first if gpu < 4 else other)
 
 
 def test_distances_are_those_of_nvidia_smi_topo(root: Path) -> None:
@@ -82,8 +82,8 @@ def test_a_place_may_be_a_numa_node_or_a_pci_address(root: Path) -> None:
     assert names(in_order(found, place_of("numa:1", root), root))[:4] == list(hgx.NAMES[4:])
     assert place_of(hgx.gpu_address(6).upper(), root) == MemoryPlace(1, hgx.gpu_address(6))
     assert names(in_order(found, MemoryPlace(None), root)) == list(hgx.NAMES)
-    for text, said in (("gpu:9", "no GPU 9"), ("left", "is not a location")):
-        with pytest.raises(InputError, match=said):
+    for text, message in (("gpu:9", "no GPU 9"), ("left", "is not a location")):
+        with pytest.raises(InputError, match=message):
             place_of(text, root, hgx.CARDS)
 
 

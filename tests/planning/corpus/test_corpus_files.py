@@ -104,8 +104,8 @@ def test_aiperf_answers_need_a_length(tmp_path: Path) -> None:
 
 
 def test_sharegpt_conversations(tmp_path: Path) -> None:
-    said = [("system", 40), ("human", 80), ("gpt", 20), ("gpt", 8), ("human", 4), ("gpt", 400)]
-    talk = [{"from": who, "value": "é" * (size // 2)} for who, size in said]
+    sizes = [("system", 40), ("human", 80), ("gpt", 20), ("gpt", 8), ("human", 4), ("gpt", 400)]
+    talk = [{"from": who, "value": "é" * (size // 2)} for who, size in sizes]
     path = tmp_path / "sharegpt.json"
     path.write_text(json.dumps([{"id": "q", "conversations": talk}, {"id": "r", "conversations": talk[:1]}]))
     corpus = load_corpus(path)
@@ -171,7 +171,7 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("", "it has no session"),
         ("[]", "it has no session"),
@@ -191,10 +191,10 @@ def test_mooncake_requests_share_by_their_ids(tmp_path: Path) -> None:
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_what_is_wrong_is_said(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_said(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(text)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         load_corpus(path)
 
 
@@ -212,11 +212,11 @@ def test_the_excerpt_as_json_and_as_a_picture(tmp_path: Path) -> None:
     picture = tmp_path / "reuse.png"
     gb = ("--model", "tiny", "--gb", "0.1", "--tokens", "50000")
     done = invoke("corpus", str(EXCERPT), "--json", "--plot", str(picture), *gb).succeeded()
-    told = json.loads(done.out)
-    assert (told["sessions"], told["requests"], told["found_blocks"], told["blocks"]) == (3, 24, 16543, 19753)
-    assert [row["tokens"] for row in told["capacities"]] == [48828, 50000, None]
-    assert told["capacities"][0]["gb"] == pytest.approx(0.1, rel=1e-4)
-    assert told["capacities"][-1]["alone"] == told["capacities"][-1]["together"] == 16543 / 19753
+    data = json.loads(done.out)
+    assert (data["sessions"], data["requests"], data["found_blocks"], data["blocks"]) == (3, 24, 16543, 19753)
+    assert [row["tokens"] for row in data["capacities"]] == [48828, 50000, None]
+    assert data["capacities"][0]["gb"] == pytest.approx(0.1, rel=1e-4)
+    assert data["capacities"][-1]["alone"] == data["capacities"][-1]["together"] == 16543 / 19753
     assert picture.read_bytes()[:4] == b"\x89PNG"
 
 
@@ -239,7 +239,7 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         (("--gb", "80"), "depends on the model"),
         (("--model", "llama-9"), "unknown model"),
@@ -252,8 +252,8 @@ def test_sessions_that_are_made_are_written_and_read_again(tmp_path: Path) -> No
         (("--tokens", "few"), "not a whole number"),
     ],
 )
-def test_bad_options_are_exit_2(options: tuple[str, ...], said: str) -> None:
-    invoke("corpus", str(EXCERPT), *options).failed(2, said)
+def test_bad_options_are_exit_2(options: tuple[str, ...], message: str) -> None:
+    invoke("corpus", str(EXCERPT), *options).failed(2, message)
 
 
 @pytest.mark.heavy

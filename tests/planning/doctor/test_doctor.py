@@ -140,8 +140,8 @@ def test_rdma_devices_bring_their_own_questions(tmp_path: Path) -> None:
 def test_gpus() -> None:
     assert gpu_check(None).status == "warn"
     assert "needs none" in gpu_check([]).detail
-    told = gpu_check([{"name": "NVIDIA H200", "driver_version": "580"}] * 8).detail
-    assert told == ", ".join(["NVIDIA H200"] * 5) + " and 3 more, driver 580"
+    detail = gpu_check([{"name": "NVIDIA H200", "driver_version": "580"}] * 8).detail
+    assert detail == ", ".join(["NVIDIA H200"] * 5) + " and 3 more, driver 580"
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 160])

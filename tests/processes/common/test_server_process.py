@@ -54,14 +54,14 @@ def written(folder: Path, content: dict[str, Any] | str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"), REFUSED, ids=[f"{name}: {said or 'no JSON'}" for name, _, said in REFUSED]
+    ("name", "content", "text"), REFUSED, ids=[f"{name}: {text or 'no JSON'}" for name, _, text in REFUSED]
 )
 def test_a_bad_spec_is_exit_code_2(
-    tmp_path: Path, name: str, content: dict[str, Any] | str, said: str
+    tmp_path: Path, name: str, content: dict[str, Any] | str, text: str
 ) -> None:
     done = run(name, written(tmp_path, content))
     assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert said in done.stderr
+    assert text in done.stderr
     assert "Traceback" not in done.stderr
 
 

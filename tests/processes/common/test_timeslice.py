@@ -19,10 +19,10 @@ print(open("/proc/self/sched").read())
 def test_the_kernel_takes_the_call_and_grants_the_slice_where_it_knows_it() -> None:
     done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, done.stderr
-    granted, _, told = done.stdout.partition("\n")
+    granted, _, stats = done.stdout.partition("\n")
     assert granted == "True"
     # Kernels before 6.12 tell no slice, or keep their own.
-    slices = [line.split()[-1] for line in told.splitlines() if line.startswith("se.slice")]
+    slices = [line.split()[-1] for line in stats.splitlines() if line.startswith("se.slice")]
     major, minor = (int(part) for part in platform.release().split(".")[:2])
     if slices and (major, minor) >= (6, 12) and Path("/proc/self/sched").exists():
         assert float(slices[0]) == pytest.approx(100_000, rel=0.01)

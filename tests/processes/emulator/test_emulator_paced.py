@@ -46,10 +46,10 @@ def test_the_model_of_a_connector_is_of_its_own_op_and_of_most_nics() -> None:
 
 
 def test_models_come_back_from_their_file_and_others_are_refused() -> None:
-    told = models_json(MODELS, "a-run")
-    assert models_of_json(json.loads(json.dumps(told))) == MODELS
+    data = models_json(MODELS, "a-run")
+    assert models_of_json(json.loads(json.dumps(data))) == MODELS
     wrong: Any
-    for wrong in ({}, [], {"models": []}, {**told, "schema": 2}, {**told, "models": [{"backend": "nixl"}]}):
+    for wrong in ({}, [], {"models": []}, {**data, "schema": 2}, {**data, "models": [{"backend": "nixl"}]}):
         with pytest.raises(InputError):
             models_of_json(wrong)
     with pytest.raises(InputError, match="negative"):

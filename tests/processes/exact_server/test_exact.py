@@ -144,13 +144,13 @@ def events(answer: bytes) -> list[Any]:
 
 def test_a_stream_has_its_tokens_and_its_usage(tmp_path: Path) -> None:
     with exact(tmp_path, text=" word") as server:
-        told = events(ask(server, completion(close=True, max_tokens=4)))
-        *texts, last = [item["choices"][0]["text"] for item in told[:4]]
+        items = events(ask(server, completion(close=True, max_tokens=4)))
+        *texts, last = [item["choices"][0]["text"] for item in items[:4]]
         assert texts == [" word"] * 3
         assert re.fullmatch(" [0-9a-f]{8}", last)  # by the prompt
-        assert [item["choices"][0]["finish_reason"] for item in told[:4]] == [None, None, None, "length"]
-        assert told[4]["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
-        assert told[5:] == ["[DONE]"]
+        assert [item["choices"][0]["finish_reason"] for item in items[:4]] == [None, None, None, "length"]
+        assert items[4]["usage"] == {"prompt_tokens": 3, "total_tokens": 7, "completion_tokens": 4}
+        assert items[5:] == ["[DONE]"]
         without = events(ask(server, completion(close=True, max_tokens=1, stream_options=None)))
         assert len(without) == 2
         assert "usage" not in without[0]
@@ -194,10 +194,10 @@ def test_an_answer_that_is_not_streamed_comes_when_its_last_token_is_due(tmp_pat
         asked = {"stream": False, "max_tokens": 5, "kv_transfer_params": {"do_remote_decode": True}}
         answer = ask(server, completion(close=True, **asked)).partition(b"\r\n\r\n")[2]
         row = server.log()["requests"][0]
-    told = json.loads(answer)
-    assert told["usage"]["completion_tokens"] == 5
-    assert re.fullmatch(" a a a a [0-9a-f]{8}", told["choices"][0]["text"])
-    assert told["kv_transfer_params"]["do_remote_prefill"] is True
+    body = json.loads(answer)
+    assert body["usage"]["completion_tokens"] == 5
+    assert re.fullmatch(" a a a a [0-9a-f]{8}", body["choices"][0]["text"])
+    assert body["kv_transfer_params"]["do_remote_prefill"] is True
     due = row["arrival_s"] + FAST["first_token_s"] + 4 * FAST["gap_s"]
     assert row["first_due_s"] == pytest.approx(due, abs=DIGIT_S)
     assert row["first_write_s"] >= due - DIGIT_S
@@ -292,9 +292,9 @@ def test_error_event(tmp_path: Path) -> None:
 
 def test_wrong_usage(tmp_path: Path) -> None:
     with exact(tmp_path, **trouble("wrong_usage", usage_off=3)) as server:
-        told = events(ask(server, completion(close=True, max_tokens=5)))
-        assert len(told) == 7
-        assert told[5]["usage"]["completion_tokens"] == 8
+        items = events(ask(server, completion(close=True, max_tokens=5)))
+        assert len(items) == 7
+        assert items[5]["usage"]["completion_tokens"] == 8
 
 
 @pytest.mark.parametrize(

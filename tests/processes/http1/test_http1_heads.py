@@ -34,7 +34,7 @@ ANSWERS = [
 ]
 
 
-class Told:
+class Parsed:
     """What httptools tells of some bytes."""
 
     def __init__(self, parser: Any, data: bytes) -> None:
@@ -69,14 +69,14 @@ def check_request(data: bytes) -> bool:
     if found is None:
         return False
     method, path, query, headers, body = found
-    told = Told(httptools.HttpRequestParser, data)
-    assert told.heads == told.ends == 1
-    assert told.parser.get_method().decode() == method
-    assert told.url.decode() in (path, f"{path}?{query}")
-    assert told.parser.get_http_version() == "1.1"
-    assert told.keep_alive
-    assert (told.headers, told.body) == (headers, body)
-    assert len(told.names) == len(headers)
+    parsed = Parsed(httptools.HttpRequestParser, data)
+    assert parsed.heads == parsed.ends == 1
+    assert parsed.parser.get_method().decode() == method
+    assert parsed.url.decode() in (path, f"{path}?{query}")
+    assert parsed.parser.get_http_version() == "1.1"
+    assert parsed.keep_alive
+    assert (parsed.headers, parsed.body) == (headers, body)
+    assert len(parsed.names) == len(headers)
     return True
 
 
@@ -86,17 +86,17 @@ def check_answer(data: bytes) -> bool:
     if found is None:
         return False
     status, headers, end = found
-    told = Told(httptools.HttpResponseParser, data[:end])
-    assert told.heads == 1
-    assert told.keep_alive
-    assert (told.parser.get_status_code(), told.headers) == (status, headers)
-    assert len(told.names) == len(headers)
+    parsed = Parsed(httptools.HttpResponseParser, data[:end])
+    assert parsed.heads == 1
+    assert parsed.keep_alive
+    assert (parsed.parser.get_status_code(), parsed.headers) == (status, headers)
+    assert len(parsed.names) == len(headers)
     assert data[:end].endswith(b"\r\n\r\n")
     if "transfer-encoding" in headers:
-        assert told.ends == 0
+        assert parsed.ends == 0
     else:
-        told = Told(httptools.HttpResponseParser, data)
-        assert (told.ends, told.body) == (1, data[end:])
+        parsed = Parsed(httptools.HttpResponseParser, data)
+        assert (parsed.ends, parsed.body) == (1, data[end:])
     return True
 
 

@@ -42,8 +42,8 @@ class Way:
     def add(self, left: int = 0) -> None:
         self.splicer.add(self.source.fileno(), self.target.fileno(), left, self._back)
 
-    def _back(self, *told: Any) -> None:
-        self.back.append(told)
+    def _back(self, *returned: Any) -> None:
+        self.back.append(returned)
 
     def send(self, data: bytes) -> bytes:
         """Sends upstream, lets the splicer work until it has done something; what the client got."""
@@ -125,10 +125,10 @@ def test_it_passes_on_what_python_passes_on_and_gives_back_all_else(
             if not x.back:
                 assert passed == expected == read
                 continue
-            [(told_left, _, _, given_back, unsent)] = x.back
+            [(left_reported, _, _, given_back, unsent)] = x.back
             assert passed == b""
             assert given_back == read
-            assert told_left == left
+            assert left_reported == left
             assert not unsent
             x.back.clear()
             if expected is None:
@@ -194,7 +194,7 @@ def test_a_client_that_is_gone_is_for_python_to_find_out() -> None:
         x.client.close()
         x.upstream.sendall(chunk(b"one"))
         x.until_back()
-        assert [told[3:] for told in x.back] == [(b"", chunk(b"one"))]
+        assert [returned[3:] for returned in x.back] == [(b"", chunk(b"one"))]
 
 
 def test_an_end_is_left_in_the_socket() -> None:
@@ -202,7 +202,7 @@ def test_an_end_is_left_in_the_socket() -> None:
         assert x.send(chunk(b"one")) == chunk(b"one")
         x.upstream.close()
         x.until_back()
-        assert [told[3:] for told in x.back] == [(b"", b"")]
+        assert [returned[3:] for returned in x.back] == [(b"", b"")]
         assert x.source.recv(10) == b""
         assert not x.ready
 
@@ -211,11 +211,11 @@ def test_one_stream_may_take_another_out_that_was_given_back_too() -> None:
     ways = [Way() for _ in range(2)]
     first = ways[0]
     fds = [way.source.fileno() for way in ways]
-    told: list[int] = []
+    returned: list[int] = []
 
     def back(number: int) -> Any:
         def given_back(*_: Any) -> None:
-            told.append(number)
+            returned.append(number)
             first.splicer.remove(fds[1 - number])
 
         return given_back
@@ -227,7 +227,7 @@ def test_one_stream_may_take_another_out_that_was_given_back_too() -> None:
     for way in ways:  # both reads have been taken, so that both streams are in the queue
         until(lambda way=way: not select.select([way.source], (), (), 0)[0])  # type: ignore[misc]
     first.splicer.collect()
-    assert len(told) == 1
+    assert len(returned) == 1
     assert not first.ready
     for way in ways:
         way.splicer.close()

@@ -208,13 +208,13 @@ def test_the_short_options_reach_the_scenario_and_the_plan() -> None:
     }
 
 
-@pytest.mark.parametrize("own", ["router", "direct"])
-def test_the_turns_are_fair_and_end_on_the_scenario_s_own_way(own: LoadMode) -> None:
-    turns = Fixed(5.0, both_modes=True).turns(own)
+@pytest.mark.parametrize("mode", ["router", "direct"])
+def test_the_turns_are_fair_and_end_on_the_scenario_s_own_way(mode: LoadMode) -> None:
+    turns = Fixed(5.0, both_modes=True).turns(mode)
     ways = [way for way, _ in turns]
     assert ways == ways[::-1]  # a drift in time falls on both alike
     assert ways.count("router") == ways.count("direct") == 2
-    assert ways[-1] == own
+    assert ways[-1] == mode
     by_twin: dict[int, set[str]] = {}
     for number, (way, twin_of) in enumerate(turns, start=1):
         assert twin_of <= number

@@ -244,13 +244,13 @@ def test_who_reads_in_time_is_not_late_whatever_the_server_sends_together(tmp_pa
     """Every answer comes in one piece, some 80 ms after anything else on its connection."""
     if way == "compiled" and READS is None:
         pytest.skip("kvbench.processes.loadgen.sockets._reads was not compiled, or is refused")
-    told = []
+    looks = []
     for _ in range(5):  # other processes may take the CPU
         client = loaded(tmp_path, way, spec=trouble("at_once")).client
-        told.append((client.look_ms, client.loop_lag_max_ms or 0.0))
-        if client.look_ms < max(5.0, 3.0 + told[-1][1]):  # it may be late, but not for the server's sake
+        looks.append((client.look_ms, client.loop_lag_max_ms or 0.0))
+        if client.look_ms < max(5.0, 3.0 + looks[-1][1]):  # it may be late, but not for the server's sake
             return
-    pytest.fail(str(told))
+    pytest.fail(str(looks))
 
 
 def at(i: int, first_s: float, last_s: float, tokens: int, itl_s: Sequence[float] = ()) -> RequestRecord:

@@ -329,5 +329,5 @@ def test_a_preparation_reports_each_request_once_though_it_takes_it_up_twice(
         list(watched(range(PREPARED_EACH))) + list(watched(range(PREPARED_EACH)))
         == [*range(PREPARED_EACH)] * 2
     )
-    told = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
-    assert [event["done"] for event in told] == [PREPARED_EACH // 2, PREPARED_EACH]
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [event["done"] for event in events] == [PREPARED_EACH // 2, PREPARED_EACH]

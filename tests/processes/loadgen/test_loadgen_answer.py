@@ -63,14 +63,14 @@ def taken(
         start += size
         if answer.complete or answer.malformed:
             break
-    return said_by(answer)
+    return fields_of(answer)
 
 
 def stamps_of(times: Iterable[int]) -> memoryview:
     return memoryview(array("q", times))
 
 
-def said_by(answer: ServerAnswer) -> dict[str, Any]:
+def fields_of(answer: ServerAnswer) -> dict[str, Any]:
     stream = answer.stream
     stream.finish(whole=answer.complete)
     return {
@@ -208,7 +208,7 @@ def read_and_taken(reads: Sequence[bytes], batches: Sequence[int]) -> dict[str, 
                     break
                 if (expected := answer.expected()) is not None:
                     log.expect(*expected)
-    return said_by(answer)
+    return fields_of(answer)
 
 
 @pytest.mark.skipif(

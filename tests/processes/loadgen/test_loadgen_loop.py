@@ -40,11 +40,11 @@ class Owner:
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         self.log = new_log()
-        self.told: list[bytes | OSError] = []
+        self.notices: list[bytes | OSError] = []
         self._then = then
 
     def noticed(self, what: bytes | OSError) -> None:
-        self.told.append(what)
+        self.notices.append(what)
         self._then()
 
     @property
@@ -126,7 +126,7 @@ def test_each_read_is_logged_with_its_times_and_not_told_of(sockets: Sockets) ->
     times = [before, *read_ns, time.monotonic_ns()]
     assert len(times) == 5
     assert times == sorted(times)
-    assert owner.told == []
+    assert owner.notices == []
 
 
 def test_the_kernels_stamp_is_kept(sockets: Sockets) -> None:
@@ -238,8 +238,8 @@ def test_a_read_that_may_be_the_last_is_told_of(sockets: Sockets, data: bytes) -
     owner = Owner()
     _, theirs = sockets.streamed(owner)
     theirs.sendall(data)
-    sockets.turn_until(lambda: bool(owner.told))
-    assert owner.told == owner.log.reads == [data]
+    sockets.turn_until(lambda: bool(owner.notices))
+    assert owner.notices == owner.log.reads == [data]
 
 
 def test_the_end_is_told_after_what_came_before_it(sockets: Sockets) -> None:
@@ -248,8 +248,8 @@ def test_the_end_is_told_after_what_came_before_it(sockets: Sockets) -> None:
     owner._then = lambda: sockets.loop.unwatch(connection.fd)
     theirs.sendall(USUAL)
     theirs.close()
-    sockets.turn_until(lambda: bool(owner.told))
-    assert (owner.log.reads, owner.told) == ([USUAL], [b""])
+    sockets.turn_until(lambda: bool(owner.notices))
+    assert (owner.log.reads, owner.notices) == ([USUAL], [b""])
 
 
 def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:
@@ -263,8 +263,8 @@ def test_a_reset_is_told_as_an_error(sockets: Sockets) -> None:
     sockets.loop.watch(connection.fd, READABLE, odd)
     owner._then = lambda: sockets.loop.unwatch(connection.fd)
     reset(theirs)
-    sockets.turn_until(lambda: bool(owner.told))
-    assert [type(error) for error in owner.told] == [ConnectionResetError]
+    sockets.turn_until(lambda: bool(owner.notices))
+    assert [type(error) for error in owner.notices] == [ConnectionResetError]
     assert owner.log.reads == []
 
 
@@ -276,8 +276,8 @@ def test_a_read_that_fails_is_told_as_an_error(sockets: Sockets) -> None:
         sockets.loop.watch(ours.fileno(), READABLE, lambda _event: None)
         sockets.loop.stream(ServerConnection(ours), owner)
         owner._then = lambda: sockets.loop.unwatch(ours.fileno())
-        sockets.turn_until(lambda: bool(owner.told))
-    (error,) = owner.told
+        sockets.turn_until(lambda: bool(owner.notices))
+    (error,) = owner.notices
     assert isinstance(error, OSError)
     assert (error.errno, error.strerror) == (107, os.strerror(107))  # ENOTCONN
     assert error.__traceback__ is None
@@ -393,7 +393,7 @@ def test_an_owner_may_close_another_stream_in_the_same_turn(sockets: Sockets) ->
     first._then = second._then = close_both
     for theirs in (one_theirs, other_theirs):
         theirs.sendall(b"x")
-    sockets.turn_until(lambda: bool(first.told or second.told))
+    sockets.turn_until(lambda: bool(first.notices or second.notices))
     assert sockets.loop.turn(0.0) == 0
     assert first.data + second.data in (b"x", b"xx")
 

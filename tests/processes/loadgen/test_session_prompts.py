@@ -30,8 +30,8 @@ def conversations(draw: st.DrawFn) -> Session:
         known = known[:kept] + list(range(fresh, fresh + added))
         below: tuple[Session, ...] = ()
         if draw(st.booleans()):
-            own = [*known[: draw(st.integers(0, len(known)))], fresh + 50]
-            below = (Session("below", 0.0, (turn(own), turn([*own, fresh + 51]))),)
+            blocks = [*known[: draw(st.integers(0, len(known)))], fresh + 50]
+            below = (Session("below", 0.0, (turn(blocks), turn([*blocks, fresh + 51]))),)
         out, more = draw(st.integers(1, 40)), draw(st.integers(1, SIZE - 1))
         turns.append(turn(known, out=out, below=below, more=more))
     return Session("s", 0.0, tuple(turns), shared_len=SIZE)
@@ -70,12 +70,12 @@ def test_prompts_have_in_common_what_their_blocks_say(
         own_answers=own_answers,  # type: ignore[arg-type]
     )
     made, answers = prompts_in_order(load)
-    own = [nodes[: n // SIZE].tolist() for nodes, n in zip(load.prompts, load.input_len, strict=True)]
+    blocks = [nodes[: n // SIZE].tolist() for nodes, n in zip(load.prompts, load.input_len, strict=True)]
     for place, tokens in enumerate(made):
         assert len(tokens) == load.input_len[place]
         assert all(7 <= token < 2 * VOCAB for token in tokens)
         for other in range(place):
-            assert alike(tokens, made[other]) // SIZE == alike(own[place], own[other]), (place, other)
+            assert alike(tokens, made[other]) // SIZE == alike(blocks[place], blocks[other]), (place, other)
         earlier = load.goes_on[place] if load.goes_on else -1
         if earlier >= 0:
             whole = [*made[earlier], *answers[earlier]]

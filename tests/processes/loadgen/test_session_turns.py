@@ -62,14 +62,14 @@ def test_turns_are_due_think_time_after_answers(launcher: LocalLauncher, tmp_pat
     assert {record.error for record in records} == {""}
     require_due(load, records)
     for number in range(30):
-        mine = sorted(
+        turns = sorted(
             (record for record in records if record.session == number), key=lambda record: record.turn or 0
         )
-        assert [record.turn for record in mine] == [0, 1, 2, 3]
-        assert [record.session_s is not None for record in mine] == [False, False, False, True]
-        last = mine[-1].last_token_s
-        assert mine[-1].session_s == pytest.approx(last - load.offsets_s[4 * number], abs=DECIMALS)
-    require_told(records, progress)
+        assert [record.turn for record in turns] == [0, 1, 2, 3]
+        assert [record.session_s is not None for record in turns] == [False, False, False, True]
+        last = turns[-1].last_token_s
+        assert turns[-1].session_s == pytest.approx(last - load.offsets_s[4 * number], abs=DECIMALS)
+    require_reported(records, progress)
 
 
 def test_every_turn_names_its_session_and_no_other_trial_has_that_name() -> None:
@@ -102,17 +102,17 @@ def test_direct_mode_takes_the_servers_that_the_router_takes() -> None:
             assert taken[0] == b"127.0.0.1:%d" % (1 + server_of_session("kvb-7", 3))
 
 
-def require_told(records: list[RequestRecord], progress: list[dict[str, Any]]) -> None:
+def require_reported(records: list[RequestRecord], progress: list[dict[str, Any]]) -> None:
     """Progress tells when each turn was due, in the order of sending, before it tells of its end."""
-    told: list[float] = []
+    offsets: list[float] = []
     settled: dict[int, list[Any]] = {}
     for line in progress:
-        told += line["offsets_s"]
+        offsets += line["offsets_s"]
         for row in line["settled"]:
-            assert row[0] < len(told)
+            assert row[0] < len(offsets)
             settled[row[0]] = row
-        assert line["sent"] >= len(told)
-    assert told == [record.scheduled_s for record in records]
+        assert line["sent"] >= len(offsets)
+    assert offsets == [record.scheduled_s for record in records]
     assert sorted(settled) == list(range(len(records)))
     for place, record in enumerate(records):
         assert settled[place][4:] == [
@@ -151,7 +151,7 @@ def test_a_session_is_given_up_where_a_turn_fails(launcher: LocalLauncher, tmp_p
     for number in range(6):
         turns = [record.turn for record in records if record.session == number]
         assert turns == ([0] if number in failed else [0, 1, 2])
-    require_told(records, progress)
+    require_reported(records, progress)
 
 
 def test_stopped_in_the_middle_no_turn_follows(launcher: LocalLauncher, tmp_path: Path) -> None:

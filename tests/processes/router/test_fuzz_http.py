@@ -109,7 +109,7 @@ def echo() -> Iterator[tuple[int, list[str]]]:
         response.send(200, request.body, "text/plain")
 
     async def main(tell: Callable[[Any], None], over: asyncio.Event) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: failures.append(str(told)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(str(context)))
         server = await http1.serve(handle, HOST, 0)
         tell(server.port)
         await over.wait()
@@ -156,7 +156,7 @@ def router() -> Iterator[tuple[int, Backends, RouterMetrics, list[str]]]:
     metrics = RouterMetrics()
 
     async def main(tell: Callable[[Any], None], over: asyncio.Event) -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, told: failures.append(str(told)))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(str(context)))
         behind = await asyncio.start_server(backends.serve, HOST, 0)
         url = f"http://{HOST}:{behind.sockets[0].getsockname()[1]}"
         spec = RouterSpec(port=0, connector="tcp", prefill=[{"url": url}], decode=[{"url": url}])
@@ -262,14 +262,14 @@ def endless(piece: bytes, first: bytes, most: int) -> tuple[int, str]:
 
         server = await asyncio.start_server(serve, HOST, 0)
         pool = Pool(f"http://{HOST}:{server.sockets[0].getsockname()[1]}")
-        said = ""
+        message = ""
         try:
             await asyncio.wait_for(fetch(pool, pool.request("GET", "/")), DEADLINE_S)
         except ConnectionError as error:
-            said = str(error)
+            message = str(error)
         await pool.close()
         server.close()
-        return taken[0], said
+        return taken[0], message
 
     return uvloop.run(main())
 
@@ -284,8 +284,8 @@ def endless(piece: bytes, first: bytes, most: int) -> tuple[int, str]:
     ids=["headers", "one-header", "interim-answers"],
 )
 def test_an_endless_head_is_given_up_early(first: bytes, piece: bytes) -> None:
-    taken, said = endless(piece, first, most=200 << 20)
-    assert "head exceeds" in said
+    taken, message = endless(piece, first, most=200 << 20)
+    assert "head exceeds" in message
     assert taken < 16 << 20
 
 

@@ -247,7 +247,7 @@ async def test_an_answer_that_is_no_stream_keeps_its_body_and_type() -> None:
 TIMES = ("router-received", "prefill-sent", "prefill-answered", "decode-sent", "decode-first-byte")
 
 
-def told(reply: Reply) -> dict[str, float]:
+def timings(reply: Reply) -> dict[str, float]:
     """The router's times in an answer's headers."""
     prefix = "x-kvbench-"
     found = {name: value for name, value in reply.headers.items() if name.startswith(prefix)}
@@ -266,14 +266,14 @@ async def test_who_asks_for_it_is_told_when_what_happened(stream: bool) -> None:
     before = time.monotonic()
     reply = await x.complete({"x-kvbench-timing": "1"}, stream=stream)
     after = time.monotonic()
-    times = told(reply)
+    times = timings(reply)
     assert tuple(times) == TIMES
     assert sorted(times.values()) == list(times.values())
     assert before - 1e-3 <= times["router-received"] <= times["decode-first-byte"] <= after + 1e-3
     if stream:
         assert reply.body == STREAM[0]
         assert times["decode-first-byte"] - times["decode-sent"] >= 0.029
-    assert told(await x.complete(stream=stream)) == {}
+    assert timings(await x.complete(stream=stream)) == {}
 
 
 async def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None:
@@ -282,11 +282,11 @@ async def test_times_of_an_aggregated_answer_and_of_one_without_a_body() -> None
         response.end()
 
     x = await lab("aggregated", p=None)
-    assert set(told(await x.complete({"x-kvbench-timing": "1"}))) == {TIMES[0], *TIMES[3:]}
+    assert set(timings(await x.complete({"x-kvbench-timing": "1"}))) == {TIMES[0], *TIMES[3:]}
     y = await lab("aggregated", p=None, d=empty)
     reply = await y.complete({"x-kvbench-timing": "1"})
     assert (reply.status, reply.body) == (200, b"")
-    assert set(told(reply)) == {TIMES[0], TIMES[3]}
+    assert set(timings(reply)) == {TIMES[0], TIMES[3]}
 
 
 async def test_round_robin_over_p_and_over_d_each_for_itself() -> None:

@@ -118,15 +118,15 @@ def test_options_choose_a_handshake_where_the_connector_has_several() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "message"),
     [
         ({"connector": "nccl", "version": "0.32.0"}, "has no P2pNcclConnector"),
         ({"connector": "nixl", "version": "latest"}, "is not a version"),
         ({"connector": "nixl", "options": {"threads": 1}}, "the spec's options"),
     ],
 )
-def test_what_a_router_cannot_speak(spec: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_a_router_cannot_speak(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         Router(RouterSpec(port=0, decode=[{"url": "http://127.0.0.1:1"}], **spec))
 
 

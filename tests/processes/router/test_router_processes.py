@@ -102,8 +102,8 @@ async def test_every_process_tells_the_sum_and_goes_round_the_servers(tmp_path: 
         used = [sum(worker.cpu_times()[:2]) for worker in workers]
         assert sum(seen.values()) == count
         assert max(seen.values()) - min(seen.values()) <= PROCESSES
-        told = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
-        assert 0 < sum(cpu_s or 0.0 for cpu_s in told) <= sum(used) + 0.1
+        reported = [page.total("kvbench:router_cpu_seconds_total", process=str(k)) for k in range(PROCESSES)]
+        assert 0 < sum(cpu_s or 0.0 for cpu_s in reported) <= sum(used) + 0.1
         assert page.total("kvbench:router_loop_lag_seconds_count")
     for server in engines:
         await server.close()
@@ -159,10 +159,10 @@ def test_round_robin_does_not_look_at_sessions() -> None:
 
 async def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
     asked: set[int] = set()
-    told = False
+    answering = False
 
     def engine(request: ReceivedRequest, response: Response) -> None:
-        known = told and request.path == "/query"
+        known = answering and request.path == "/query"
         response.send(200, b'{"0":{"engine_id":"a"}}' if known else b"{}")
 
     server = await serve(engine, HOST, 0)
@@ -179,7 +179,7 @@ async def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) ->
                 break
             await asyncio.sleep(0.05)
         assert asked == {503}
-        told = True
+        answering = True
         await until_healthy(port)
         for _ in range(2 * PROCESSES):
             assert (await one(port, "GET", "/health")).status == 200

@@ -41,27 +41,27 @@ def with_belief(run: RunFolder, at_first: float, at_last: float, took_s: float |
     return replace(run, cells=[replace(cell, answer={**cell.answer, **kept})], trials=trials)
 
 
-def said(run: RunFolder) -> list[str]:
+def drift_texts(run: RunFolder) -> list[str]:
     return [drift.text for drift in drifts(run, summary_table(run))]
 
 
 def test_it_is_said_which_way_how_far_and_how_fast(sample: RunFolder) -> None:
-    (slower,) = said(with_belief(sample, 10.0, 9.0))
+    (slower,) = drift_texts(with_belief(sample, 10.0, 9.0))
     assert slower == (
         "nixl at 512 became slower during the search: its sustained rate fell by about 10% in 10 minutes "
         "(about 47% an hour)"
     )
-    (faster,) = said(with_belief(sample, 9.0, 10.0, 7200.0))
+    (faster,) = drift_texts(with_belief(sample, 9.0, 10.0, 7200.0))
     assert faster.endswith("rose by about 11% in 120 minutes (about 5% an hour)")
-    (jump,) = said(with_belief(sample, 9.0, 14.0, 90.0))
+    (jump,) = drift_texts(with_belief(sample, 9.0, 14.0, 90.0))
     assert jump.endswith("rose by about 56% in 90 s")
-    (timeless,) = said(with_belief(sample, 9.0, 14.0, None))
+    (timeless,) = drift_texts(with_belief(sample, 9.0, 14.0, None))
     assert "became faster" in timeless
 
 
 def test_nothing_is_said_without_evidence(sample: RunFolder) -> None:
-    assert said(sample) == []  # by verdicts alone there is no posterior
-    assert said(with_belief(sample, 10.0, 10.02)) == []
+    assert drift_texts(sample) == []  # by verdicts alone there is no posterior
+    assert drift_texts(with_belief(sample, 10.0, 10.02)) == []
 
 
 def test_it_stands_in_every_report(sample: RunFolder) -> None:
@@ -87,7 +87,7 @@ def test_a_system_that_warms_up_in_the_middle_of_a_search_is_found_out(
     assert cell.answer is not None
     replay = cell.answer["replay"]
     left_out = replay["decides"] and replay["left_out"] > 0
-    became_faster = any("became faster" in text for text in said(run))
+    became_faster = any("became faster" in text for text in drift_texts(run))
     assert (left_out or became_faster) == (warmup_s > 0)
     if left_out:
         assert cell.answer["max_request_rate"] == pytest.approx(463.4, rel=0.02)  # as without the warm-up

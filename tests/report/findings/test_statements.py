@@ -125,9 +125,9 @@ def test_a_trial_refused_for_several_reasons_is_one_trial() -> None:
     one = next(trial for trial in run.trials if trial.verdict == "invalid")
     late = next(finding for finding in one.findings if finding.level == "invalid")
     one.findings += [replace(late, gate="host_starved"), replace(late, gate="host_starved")]
-    (said,) = refusals(run)
-    assert "(client_limited 2, host_starved 1; some for several reasons)" in said.text
-    assert list(said.evidence) == ["client_limited", "host_starved"]
+    (refusal,) = refusals(run)
+    assert "(client_limited 2, host_starved 1; some for several reasons)" in refusal.text
+    assert list(refusal.evidence) == ["client_limited", "host_starved"]
 
 
 def test_wrong_data_in_a_transfer_is_told_first() -> None:
@@ -142,8 +142,8 @@ def test_wrong_data_in_a_transfer_is_told_first() -> None:
 
 def test_the_api_has_the_same_findings() -> None:
     table = kvbench.load(QUICKSTART).findings
-    said = {statement.text for statement in statements(load_run(QUICKSTART))}
-    assert said <= set(table.message)
+    texts = {statement.text for statement in statements(load_run(QUICKSTART))}
+    assert texts <= set(table.message)
     assert {"ahead", "untold"} <= set(table.kind)
 
 
@@ -162,12 +162,12 @@ def test_a_folder_of_runs_is_no_run_and_the_hint_names_the_last_of_them(tmp_path
 def test_trials_that_others_spoilt_are_suspicious_with_what_was_seen(tmp_path: Path) -> None:
     """A run folder whose trials were refused for the machine: the worst of them stands in the report."""
     run = load_run(make_run(tmp_path))
-    told = "the machine was disturbed: 53.0% of the CPU time was used by other processes (cc1plus 41%)"
+    disturbed = "the machine was disturbed: 53.0% of the CPU time was used by other processes (cc1plus 41%)"
     for trial in run.trials:
         trial.verdict, trial.findings = "met", []
     for share, trial in zip((0.2, 0.53), run.trials, strict=False):
         trial.verdict = "invalid"
-        message = told if share > 0.5 else "less"
+        message = disturbed if share > 0.5 else "less"
         trial.findings.append(
             Finding("machine_disturbed", "invalid", message, "stop it", {"other_cpu_share": share})
         )
@@ -175,5 +175,5 @@ def test_trials_that_others_spoilt_are_suspicious_with_what_was_seen(tmp_path: P
         statement for statement in statements(run) if statement.rule in ("refused", "machine_disturbed")
     )
     assert (found.kind, found.level, found.advice) == ("suspicious", "warning", "stop it")
-    assert told in found.text
+    assert disturbed in found.text
     assert set(found.places) == {trial.trial_id for trial in run.trials[:2]}

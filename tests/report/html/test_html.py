@@ -97,8 +97,8 @@ def test_the_answer_has_one_row_per_input_length(page: Page, measured: Path) -> 
     assert table.headings == ["input (tokens)", "aggregated", "mooncake", "nixl", "ahead"]
     rows = summary_table(load_run(measured))
     for length, cells in zip((256, 1024), table.rows, strict=True):
-        mine = [row.answer.text() for row in rows if row.cell.input_len == length]
-        assert [text for text, _ in cells[:-1]] == [f"{length:,}", *mine]
+        answers = [row.answer.text() for row in rows if row.cell.input_len == length]
+        assert [text for text, _ in cells[:-1]] == [f"{length:,}", *answers]
     assert [cells[-1][0] for cells in table.rows] == [
         "aggregated 1.17× mooncake [1.04, 1.52]",
         "no significant difference",
@@ -419,15 +419,15 @@ def test_a_mark_says_its_value_under_the_pointer(measured: Path, tmp_path: Path)
         document.title = said.join(" | ");
     """
     title = Page.of(after(measured / "report.html", tmp_path, script)).title
-    *said, last = title.split(" | ")
+    *texts, last = title.split(" | ")
     assert last == "gone"
     with open(measured / "tables" / "summary.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(said) == len(rows)
+    assert len(texts) == len(rows)
     for row in rows:
         rate = number(float(row["max_request_rate"]))
         where = f"{row['connector']}, {int(row['input_len']):,} tokens in: {rate} ["
-        assert [text for text in said if text.startswith(where) and text.endswith("] req/s")], where
+        assert [text for text in texts if text.startswith(where) and text.endswith("] req/s")], where
 
 
 @in_a_browser

@@ -78,8 +78,8 @@ def test_requests_of_all_trials_lie_under_each_other(run: kvbench.Run) -> None:
     rates = run.requests.groupby("trial_id", observed=True).request_rate.first()
     assert rates.to_dict() == run.trials.set_index("trial_id").request_rate.to_dict()
     nixl = run.read_requests(["ttft_ms"], connector="nixl", input_len=256)
-    mine = run.requests[(run.requests.connector == "nixl") & (run.requests.input_len == 256)]
-    assert nixl.ttft_ms.tolist() == pytest.approx(mine.ttft_ms.tolist(), nan_ok=True)
+    rows = run.requests[(run.requests.connector == "nixl") & (run.requests.input_len == 256)]
+    assert nixl.ttft_ms.tolist() == pytest.approx(rows.ttft_ms.tolist(), nan_ok=True)
     only_keys = run.read_requests(["trial_id", "request_rate"])
     assert len(only_keys) == len(run.requests)
 
@@ -112,9 +112,9 @@ def test_a_file_of_an_older_kvbench_lacks_columns(copied: Path) -> None:
     path = copied / "requests" / f"{trial}.parquet"
     pq.write_table(pq.read_table(path, columns=["scheduled_s", "first_token_s", "error"]), path)
     table = kvbench.load(copied).read_requests()
-    mine = table[table.trial_id == trial]
-    assert mine.ttft_ms.notna().any()
-    assert mine.ttft_sent_ms.isna().all()
+    rows = table[table.trial_id == trial]
+    assert rows.ttft_ms.notna().any()
+    assert rows.ttft_sent_ms.isna().all()
     assert table[table.trial_id != trial].ttft_sent_ms.notna().any()
 
 
@@ -189,9 +189,9 @@ def test_a_microbenchmark_has_cases_and_calls(microbench: kvbench.Run) -> None:
 def test_two_microbenchmarks_are_compared_case_by_case(microbench: kvbench.Run, tmp_path: Path) -> None:
     faster = sample_transfers.make_run(tmp_path, speed=2.0)
     rows = kvbench.compare(microbench, faster).rows
-    told = rows[rows.ratio.notna()]
-    assert len(told) > 20
-    assert told.ratio.between(1.8, 2.2).all()
+    with_ratio = rows[rows.ratio.notna()]
+    assert len(with_ratio) > 20
+    assert with_ratio.ratio.between(1.8, 2.2).all()
     with pytest.raises(InputError, match="no table in common"):
         kvbench.compare(microbench, QUICKSTART)
 
@@ -216,10 +216,10 @@ def test_an_imported_run_has_rows_with_their_source_and_conclusions() -> None:
 # --- comparisons -----------------------------------------------------------------------------------
 def test_connectors_of_one_run_are_ordered_where_posteriors_tell(run: kvbench.Run) -> None:
     compared = kvbench.compare(run)
-    told = compared.rows[compared.rows.told]
-    assert len(told) >= 1
-    assert (told.ratio > 1).all()
-    assert (told.low <= told.ratio).all()
+    ordered = compared.rows[compared.rows.told]
+    assert len(ordered) >= 1
+    assert (ordered.ratio > 1).all()
+    assert (ordered.low <= ordered.ratio).all()
     alike = compared.rows.text.str.contains("no significant difference")
     assert alike.sum() == compared.rows.ratio.isna().sum()
     assert "<table>" in compared._repr_html_()

@@ -49,12 +49,12 @@ figure.savefig(io.BytesIO(), format="png")
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "message"),
     [("1 / 0", "ZeroDivisionError"), (EMPTY_FRAME, "a table has no rows"),
      (EMPTY_AXES, "a picture has axes without a mark")],
     ids=["fails", "empty frame", "empty axes"],
 )  # fmt: skip
-def test_a_notebook_that_fails_or_shows_nothing_is_named(tmp_path: Path, source: str, said: str) -> None:
+def test_a_notebook_that_fails_or_shows_nothing_is_named(tmp_path: Path, source: str, message: str) -> None:
     path = tmp_path / "broken.ipynb"
     cell = {"cell_type": "code", "id": "a", "metadata": {}, "execution_count": None, "outputs": []}
     notebook = {"cells": [{**cell, "source": source}], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
@@ -65,7 +65,7 @@ def test_a_notebook_that_fails_or_shows_nothing_is_named(tmp_path: Path, source:
     )  # fmt: skip
     assert done.returncode == 1
     assert "broken.ipynb" in done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert json.loads(path.read_text()) == notebook
 
 

@@ -101,8 +101,8 @@ def test_a_rate_that_no_trial_met_is_not_printed() -> None:
     assert (row.outcome, row.answer.text()) == ("undecided", "no rate (< 390)")
     assert row.rate_text() == "no rate (< 390); 2 of 3 trials refused: machine_disturbed"
     run = RunFolder(Path(), 1, {"status": "complete"}, "", {}, {}, records, [], [])
-    said = {note.text for note in notes(run, [row])}
-    assert "nixl at 256: no rate determined: 2 of 3 trials refused: machine_disturbed" in said
+    texts = {note.text for note in notes(run, [row])}
+    assert "nixl at 256: no rate determined: 2 of 3 trials refused: machine_disturbed" in texts
     assert (row.flat()["max_request_rate"], row.flat()["lower"]) == (None, None)
     stored = row_of(records, max_request_rate=None, lower=None, upper=390.0, status="exhausted")
     assert stored.answer == row.answer

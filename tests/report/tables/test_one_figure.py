@@ -162,7 +162,7 @@ NOT_OF_TRIALS = ("nic_share", "faults", "soak", "sessions")
 """Pictures whose marks have no figure of a trial."""
 
 
-def said_figures(run: RunFolder, trial: TrialRecord) -> dict[str, str]:
+def trial_figures(run: RunFolder, trial: TrialRecord) -> dict[str, str]:
     """What a mark may say of a trial, by the names of the groups in ``HOVER``."""
     values, summary = trial_values(trial), trial.summary
     window = summary.get("window") or {}
@@ -192,31 +192,31 @@ def said_figures(run: RunFolder, trial: TrialRecord) -> dict[str, str]:
 def test_what_marks_of_pictures_say_is_in_the_tables(name: str) -> None:
     run, looked = RUNS[name], 0
     rows = summary_table(run) if run.manifest.get("kind") != "microbench" else []
-    trials = [(trial.cell.connector, said_figures(run, trial)) for trial in run.all_trials]
+    trials = [(trial.cell.connector, trial_figures(run, trial)) for trial in run.all_trials]
     for picture, drawing in PICTURES.items():
         figure = None if picture in NOT_OF_TRIALS else drawing.draw(run)
         for text in () if figure is None else hover_texts(figure):
             match = next((found for pattern in HOVER if (found := pattern.fullmatch(text))), None)
             assert match is not None, f"{picture}: {text!r} is no known statement"
-            said = {key: value for key, value in match.groupdict().items() if value is not None}
-            connector = said.pop("name", "")
-            if answer := said.pop("answer", ""):
-                length = said.get("input_len", "").replace(",", "")
+            figures = {key: value for key, value in match.groupdict().items() if value is not None}
+            connector = figures.pop("name", "")
+            if answer := figures.pop("answer", ""):
+                length = figures.get("input_len", "").replace(",", "")
                 texts = [row.answer.text() for row in rows if not length or row.cell.input_len == int(length)]
                 assert answer in texts, (picture, text)
-            elif part_ms := said.get("part_ms"):
-                key = next(key for key, words in PART_WORDS.items() if words == said["part"])
-                mine = [row for row in rows if row.cell.connector == connector]
-                assert part_ms in [number(row.values[f"ttft_{key}_ms"]) for row in mine], (picture, text)
+            elif part_ms := figures.get("part_ms"):
+                key = next(key for key, words in PART_WORDS.items() if words == figures["part"])
+                matching = [row for row in rows if row.cell.connector == connector]
+                assert part_ms in [number(row.values[f"ttft_{key}_ms"]) for row in matching], (picture, text)
             else:
-                latency, high_of = said.pop("latency", ""), said.pop("high_of", "")
+                latency, high_of = figures.pop("latency", ""), figures.pop("high_of", "")
                 renamed = {"high": f"{latency} {high_of}", "middle": f"{latency} P50"}
-                said = {renamed.get(key, key): value for key, value in said.items()}
+                figures = {renamed.get(key, key): value for key, value in figures.items()}
                 # One trial has all of it. P95 and its like are computed from the requests alone.
                 assert any(
-                    all(known.get(key, value) == value for key, value in said.items())
-                    for whose, known in trials
-                    if not connector or connector.split()[0].rstrip(",") == whose
+                    all(known.get(key, value) == value for key, value in figures.items())
+                    for owner, known in trials
+                    if not connector or connector.split()[0].rstrip(",") == owner
                 ), (picture, text)
             looked += 1
         if figure is not None:

@@ -39,9 +39,9 @@ def test_a_length_far_from_the_fitted_ones_is_extrapolated_to(folder: Path) -> N
     assert {(row.cell.input_len, row.answer.mark) for row in rows} == {(256, "extrapolated"), (1024, "")}
     assert all(row.answer.text().endswith(" extrapolated") for row in rows if row.cell.input_len == 256)
     assert {row.flat()["prediction"] for row in rows} == {"extrapolated", ""}
-    said = [note.text for note in notes(run, rows)]
+    texts = [note.text for note in notes(run, rows)]
     assert any(
-        "extrapolated: timing profile mine to prompts of 256 tokens (fitted: 1,024)" in text for text in said
+        "extrapolated: timing profile mine to prompts of 256 tokens (fitted: 1,024)" in text for text in texts
     )
 
 

@@ -145,9 +145,9 @@ def test_bytes_that_went_elsewhere_and_wrong_ones_are_told() -> None:
     lost = make_record(case)
     lost.warnings = [TransferWarning("bytes_elsewhere", "the NICs carried 3 % of the bytes")]
     wrong = TransferRecord(replace(case, op="read"), "error", "wrong bytes arrived", verified=False)
-    told = " ".join(answers([lost, wrong]))
-    assert "took another path than requested in 1 case(s)" in told
-    assert "WRONG DATA in 1 case(s), the first: nixl over tcp, read 16 MiB × 1, 2 NICs" in told
+    text = " ".join(answers([lost, wrong]))
+    assert "took another path than requested in 1 case(s)" in text
+    assert "WRONG DATA in 1 case(s), the first: nixl over tcp, read 16 MiB × 1, 2 NICs" in text
 
 
 def test_a_note_of_every_row_marks_none() -> None:

@@ -41,8 +41,8 @@ def held_against_notes(connector: str, lengths: tuple[int, ...]) -> dict[tuple[i
     found: dict[tuple[int, str], Deviation] = {}
     for row in rows_of(load_run(NOTES), scenario):
         if row.cell.input_len in lengths:
-            mine, _, _ = compared(row, system, scenario)
-            found |= {(row.cell.input_len, deviation.figure): deviation for deviation in mine}
+            deviations, _, _ = compared(row, system, scenario)
+            found |= {(row.cell.input_len, deviation.figure): deviation for deviation in deviations}
     return found
 
 
@@ -58,8 +58,8 @@ def test_the_notes_mooncake_rows_follow_from_slots_and_steps() -> None:
 def test_where_the_model_cannot_it_is_told() -> None:
     found = held_against_notes("nixl", (32768,))
     assert found[32768, "mean_tpot_ms"].ratio == pytest.approx(1, abs=0.10)
-    told = off(list(found.values()))
-    assert told[0].startswith("nixl at 32,768, 35 req/s: p90_ttft_ms -")
+    outliers = off(list(found.values()))
+    assert outliers[0].startswith("nixl at 32,768, 35 req/s: p90_ttft_ms -")
     header, lines = lines_of(list(found.values()))
     assert len(lines) == 1
     assert len(header) == len(lines[0]) == 3 + len(FIGURES)
@@ -90,10 +90,10 @@ def test_kv_that_moves_beside_the_steps_does_not_explain_the_page() -> None:
 
 def test_a_row_is_found_by_its_protocol_and_nics() -> None:
     scenario, _ = load_scenario("seed-a10-tp4", ())
-    told = {
+    labels = {
         (row.axes["protocol"], row.axes["nics"], label_of(row, scenario)) for row in load_rows(load_run(PAGE))
     }
-    assert told == {
+    assert labels == {
         ("rdma", 2, "mooncake-2-nics"), ("rdma", 1, "mooncake-1-nic"), ("tcp", "TCP", "mooncake-tcp"),
     }  # fmt: skip
 
@@ -146,10 +146,10 @@ def slower(scale: int) -> tuple[str, ...]:
 
 def test_a_run_is_offered_for_real_and_told_at_the_speed_that_is_meant(tmp_path: Path) -> None:
     """Listed rates on virtual time are the run; a real server that is half as fast gets them, too."""
-    server, told, made = ("--connector", "aggregated"), tmp_path / "told", tmp_path / "made"
+    server, reported, made = ("--connector", "aggregated"), tmp_path / "told", tmp_path / "made"
     listed = (*LOAD, "search.method=fixed", "search.rates=[8]")
-    invoke("simulate", "quickstart", *server, "--output", str(told), sets=listed).succeeded()
-    (measured,) = told.iterdir()
+    invoke("simulate", "quickstart", *server, "--output", str(reported), sets=listed).succeeded()
+    (measured,) = reported.iterdir()
 
     def offered(scale: int) -> TrialRecord:
         words = (*server, "--against", str(measured), "--output", str(made / str(scale)))

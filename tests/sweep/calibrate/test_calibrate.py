@@ -74,8 +74,8 @@ def test_a_profile_is_fitted_checked_written_and_used(tmp_path: Path) -> None:
     assert profile.held_out.requests == 20
     assert profile.held_out.figures["tpot_mean"].ratio == pytest.approx(1.0, abs=0.02)
     assert "KV memory is assumed to suffice" in profile.source
-    for said in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
-        assert said in done.text
+    for expected in ("decode_step_ms", "held out: the last 33% of each load", "FIT"):
+        assert expected in done.text
     assert "already exists" in invoke(*words).failed(2).text
     sets = (f"simulate.timing={path}", "workload.input_len=[256]", "slo.tpot_ms=60", "search.max_trials=2")
     used = invoke("simulate", "quickstart", "--connector", "aggregated", "-o", str(tmp_path / "r"), sets=sets)

@@ -68,17 +68,17 @@ def test_what_each_fault_cost(done: tuple[Finished, RunFolder]) -> None:
     assert frozen["cost"]["fates"]["lost"] == frozen["cost"]["fates"]["hung"] == 0
     assert frozen["cost"]["back_s"] is not None
     assert restarted["answers"]["checked"] > 5
-    assert all(told["answers"]["wrong"] == 0 for told in faults.values())
+    assert all(fault["answers"]["wrong"] == 0 for fault in faults.values())
 
 
 def test_who_noticed(done: tuple[Finished, RunFolder]) -> None:
     faults = found(done[1])
-    said = {name: {notice["who"]: notice for notice in told["noticed"]} for name, told in faults.items()}
-    assert "prefill-0 was killed by signal 9" in said["restart prefill"]["kvbench"]["words"]
-    assert said["restart prefill"]["kvbench"]["after_s"] < 5
-    assert "client" in said["kill decode"]
-    assert "decode-0 was killed" in said["kill decode"]["kvbench"]["words"]
-    assert all(notice["after_s"] >= 0 for mine in said.values() for notice in mine.values())
+    noticed = {name: {notice["who"]: notice for notice in fault["noticed"]} for name, fault in faults.items()}
+    assert "prefill-0 was killed by signal 9" in noticed["restart prefill"]["kvbench"]["words"]
+    assert noticed["restart prefill"]["kvbench"]["after_s"] < 5
+    assert "client" in noticed["kill decode"]
+    assert "decode-0 was killed" in noticed["kill decode"]["kvbench"]["words"]
+    assert all(notice["after_s"] >= 0 for notices in noticed.values() for notice in notices.values())
 
 
 def test_kv_of_requests_that_d_died_with_is_stranded_on_p(done: tuple[Finished, RunFolder]) -> None:
@@ -161,8 +161,8 @@ def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
         words = (
             "chaos", "quickstart", *SHORT, "--plan", "--json", "--repeats", "3", "--output", str(tmp_path),
         )  # fmt: skip
-        told: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
-        return told
+        printed: dict[str, Any] = json.loads(kvbench(*words, sets=(*EASY, f"seed={seed}")).out)
+        return printed
 
     assert plan(1) == plan(1)
     assert plan(1) != plan(2)
@@ -172,25 +172,25 @@ def test_the_same_seed_gives_the_same_plan(tmp_path: Path) -> None:
 def test_wrong_answers_are_seen(tmp_path: Path) -> None:
     """A pair whose KV arrives corrupt answers in time, and wrong."""
     finished = chaos(tmp_path, "freeze:router", sets=("deployment.engine_options.lie=corrupt_kv",))
-    (told,) = found(the_run(tmp_path)).values()
-    assert told["answers"]["wrong"] == told["answers"]["checked"] > 5
-    assert len(told["wrong_ids"]) == told["answers"]["wrong"]
-    assert told["answers"]["examples"][0]
+    (fault,) = found(the_run(tmp_path)).values()
+    assert fault["answers"]["wrong"] == fault["answers"]["checked"] > 5
+    assert len(fault["wrong_ids"]) == fault["answers"]["wrong"]
+    assert fault["answers"]["examples"][0]
     # Wrong answers are no goodput, however fast: what the fault cost counts those after it.
-    assert 0 < told["cost"]["fates"]["wrong"] <= told["answers"]["wrong"]
-    assert f"{told['answers']['wrong']} of {told['answers']['checked']} answers wrong" in finished.out
+    assert 0 < fault["cost"]["fates"]["wrong"] <= fault["answers"]["wrong"]
+    assert f"{fault['answers']['wrong']} of {fault['answers']['checked']} answers wrong" in finished.out
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("--fault", "partition:prefill"), "kvbench may drop packets only in a lab's network"),
     (("--fault", "kill:metadata"), "this deployment has no metadata"),
     (("--fault", "melt:decode"), "unknown fault 'melt'"),
     (("--lab", "many"), "is invalid"),
     (("--share", "0.5"), "--share scales a measured rate"),
 ])  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused_by_name(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     refused = invoke("chaos", "quickstart", *SHORT, *words, "--output", str(tmp_path), sets=EASY).failed(2)
-    assert said in refused.text
+    assert message in refused.text
     assert not list(tmp_path.iterdir())
 
 

@@ -35,7 +35,7 @@ def request(index: int, scheduled_s: float, error: str | None = None) -> Request
     return record
 
 
-def told(target: FaultTarget, name: str, ready_at: float | None, served: float | None) -> dict[str, object]:
+def report(target: FaultTarget, name: str, ready_at: float | None, served: float | None) -> dict[str, object]:
     scenario, _ = resolve(CliOptions("quickstart"))
     fault = PlannedFault(1, 1, "restart", target, 0, 3.0, 2.0, 4.0, 20.0)
     nobody = cast(RunningDeployment, None)  # nothing is asked of it any more
@@ -51,10 +51,10 @@ def told(target: FaultTarget, name: str, ready_at: float | None, served: float |
 
 @pytest.mark.parametrize(("target", "name"), [("metadata", "mooncake-master"), ("router", "router")])
 def test_who_counts_no_requests_serves_again_once_load_was_answered(target: FaultTarget, name: str) -> None:
-    assert told(target, name, BEGAN_S + 6.0, None) == {"ready_s": 6.0, "served": 1}
-    assert told(target, name, BEGAN_S + 9.0, None)["served"] == 0
-    assert told(target, name, None, None) == {"ready_s": None, "served": 0}
+    assert report(target, name, BEGAN_S + 6.0, None) == {"ready_s": 6.0, "served": 1}
+    assert report(target, name, BEGAN_S + 9.0, None)["served"] == 0
+    assert report(target, name, None, None) == {"ready_s": None, "served": 0}
 
 
 def test_an_engine_s_own_count_is_taken() -> None:
-    assert told("prefill", "prefill-0", BEGAN_S + 6.0, 7.0) == {"ready_s": 6.0, "served": 7.0}
+    assert report("prefill", "prefill-0", BEGAN_S + 6.0, 7.0) == {"ready_s": 6.0, "served": 7.0}

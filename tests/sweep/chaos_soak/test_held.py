@@ -50,14 +50,14 @@ def test_a_share_of_what_a_run_has_found() -> None:
         rates_of(HeldOptions(found=QUICKSTART), [Cell("tcp", 64, 4)])
 
 
-@pytest.mark.parametrize(("given", "said"), [
+@pytest.mark.parametrize(("given", "message"), [
     ({}, "give the fixed rate"),
     ({"rate": 1.0, "found": QUICKSTART}, "give the fixed rate"),
     ({"rate": 1.0, "share": 0.5}, "--share scales a measured rate"),
     ({"found": QUICKSTART, "share": 7.0}, "--share is a share"),
 ])  # fmt: skip
-def test_what_is_no_rate_is_refused(given: dict[str, object], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_is_no_rate_is_refused(given: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         HeldOptions(**given)  # type: ignore[arg-type]
 
 

@@ -25,12 +25,12 @@ def test_windows_are_stored_and_a_verdict_is_given(tmp_path: Path) -> None:
     done = kvbench(*WORDS, "--output", str(tmp_path), sets=EASY)
     run = the_run(tmp_path)
     assert (len(run.all_trials), {trial.method for trial in run.all_trials}) == (10, {"soak"})
-    told = [trial.engine["soak"] for trial in run.all_trials]
+    windows = [trial.engine["soak"] for trial in run.all_trials]
     answers = [trial.engine["canaries"] for trial in run.all_trials]
     assert all(answer["checked"] >= 10 for answer in answers)
     assert all(answer["wrong"] == 0 for answer in answers)
-    assert all(window["holdings"]["decode-0"]["rss_bytes"] > 1e7 for window in told)
-    assert all(window["holdings"]["prefill-0"]["blocks"] == 0 for window in told)
+    assert all(window["holdings"]["decode-0"]["rss_bytes"] > 1e7 for window in windows)
+    assert all(window["holdings"]["prefill-0"]["blocks"] == 0 for window in windows)
     named = {(series.of, series.name) for series in soak_series(run)}
     assert {("", "TTFT P50 (ms)"), ("prefill-0", "memory (MB)"), ("router", "descriptors")} < named
     assert (run.path / "figures" / "soak.svg").stat().st_size > 5000

@@ -8,18 +8,18 @@ from kvbench.sweep.selftest import TRIES, disturbance, least_disturbed
 
 def test_each_pass_has_a_name_and_each_further_one_a_reason() -> None:
     names: list[str] = []
-    said: list[str] = []
+    messages: list[str] = []
 
     def measure(name: str) -> int:
         names.append(name)
         return len(names) - 1
 
-    calm = least_disturbed(measure, "work", said.append)
+    calm = least_disturbed(measure, "work", messages.append)
     assert names == [f"work-{number}" for number in range(calm.tries)]
     assert 0 <= calm.found < calm.tries <= TRIES
     quiet = not disturbance(calm.host)
-    assert len(said) == (calm.tries - 1 if quiet else TRIES)
-    assert all(text.startswith("work: ") for text in said)
+    assert len(messages) == (calm.tries - 1 if quiet else TRIES)
+    assert all(text.startswith("work: ") for text in messages)
 
 
 def test_what_took_the_cpu_is_said() -> None:

@@ -128,18 +128,18 @@ def test_the_verdict_names_the_most_streams_that_can_be_trusted() -> None:
     assert "With 100 streams gaps between tokens are wrong by 6.0 ms" in late.verdict()
 
 
-@pytest.mark.parametrize(("changes", "said"), [
+@pytest.mark.parametrize(("changes", "message"), [
     ({"ttft_error_p99_ms": 7.0}, "TTFT is wrong by 7.0 ms"),
     ({"send_lag_p99_ms": 8.0}, "requests are sent late by 8.0 ms"),
     ({"failed": 3}, "3 requests failed"),
     ({"failed": 3, "server_late_further_p99_ms": 9.0}, "server was itself late by 9.0 ms"),
     ({"requests": 0, "ttft_error_p99_ms": None}, "no request ended"),
 ])  # fmt: skip
-def test_a_host_that_is_off_at_once_cannot_be_trusted(changes: dict[str, Any], said: str) -> None:
+def test_a_host_that_is_off_at_once_cannot_be_trusted(changes: dict[str, Any], message: str) -> None:
     found = Selftest(HOST, (level(10, **changes), level(100)))
     assert found.best is None
     assert "cannot be trusted, not even with 10 streams" in found.verdict()
-    assert said in found.verdict()
+    assert message in found.verdict()
     assert found.to_json()["trusted_streams"] == 0
 
 

@@ -109,10 +109,10 @@ def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
     log = tmp_path / "told.jsonl"
     system = command(tmp_path, ECHO, 0.05, log)
     run = searched(tmp_path, asked(system, "search.max_rate=40", "search.start_rate=20"))
-    told = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [message["type"] for message in told] == ["trial", "end"] * (len(told) // 2)
+    messages = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [message["type"] for message in messages] == ["trial", "end"] * (len(messages) // 2)
     clock_s = 0.0
-    for trial, end in zip(told[::2], told[1::2], strict=True):
+    for trial, end in zip(messages[::2], messages[1::2], strict=True):
         assert trial["starts_at_s"] == pytest.approx(clock_s)
         assert len(trial["arrivals_s"]) == len(trial["input_len"]) == len(trial["output_len"])
         assert trial["arrivals_s"] == sorted(trial["arrivals_s"])
@@ -120,12 +120,12 @@ def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
         assert end["cancelled"] == []
         assert end["cut_at_s"] <= end["ended_at_s"]
         clock_s += end["ended_at_s"]
-    singles = [trial for trial in told[::2] if len(trial["arrivals_s"]) == 1]
+    singles = [trial for trial in messages[::2] if len(trial["arrivals_s"]) == 1]
     assert [trial["input_len"] for trial in singles[:4]] == [[512], [505], [512], [505]], "latency of one"
     # Three show how fast the idle system is, two before each further trial that it is idle again.
     assert len(singles) == 4 + 3 + 2 * (len(run.all_trials) - 1)
     assert all(trial.engine["starts_at_s"] > 0 for trial in run.all_trials)
-    assert len({trial["seed"] for trial in told[::2]}) == len(told) // 2
+    assert len({trial["seed"] for trial in messages[::2]}) == len(messages) // 2
 
 
 def test_a_stopped_trial_ends_after_the_grace(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_a_stopped_trial_ends_after_the_grace(tmp_path: Path) -> None:
     log = tmp_path / "told.jsonl"
     cli = asked(command(tmp_path, code, 0.05, log), "search.max_trials=1", "search.start_rate=20")
     run = searched(tmp_path, cli)
-    told = [json.loads(line) for line in log.read_text().splitlines()]
-    sizes = [len(trial["arrivals_s"]) for trial in told[::2]]
-    load, end = told[2 * sizes.index(max(sizes))], told[2 * sizes.index(max(sizes)) + 1]
+    messages = [json.loads(line) for line in log.read_text().splitlines()]
+    sizes = [len(trial["arrivals_s"]) for trial in messages[::2]]
+    load, end = messages[2 * sizes.index(max(sizes))], messages[2 * sizes.index(max(sizes)) + 1]
     sent = [arrival for arrival in load["arrivals_s"] if arrival <= end["cut_at_s"]]
     assert end["ended_at_s"] == pytest.approx(end["cut_at_s"] + 20.0)
     assert end["cancelled"] == [place for place, arrival in enumerate(sent) if arrival >= 1]
@@ -254,7 +254,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_nonsense_is_told_and_the_folder_can_be_read(tmp_path: Path, name: str) -> None:
-    does, said = WRONG[name]
+    does, reason = WRONG[name]
     code = (
         "import json, os, sys\nprint('about to begin', file=sys.stderr, flush=True)\nfor line in sys.stdin:\n"
         "    told = json.loads(line)\n    if told['type'] == 'end': continue\n"
@@ -266,7 +266,7 @@ def test_nonsense_is_told_and_the_folder_can_be_read(tmp_path: Path, name: str) 
     run = searched(tmp_path, asked(system, "deployment.engine_options.answer_timeout_s=1"))
     (cell,) = run.cells
     assert cell.status == "failed"
-    assert re.search(said, cell.reason), cell.reason
+    assert re.search(reason, cell.reason), cell.reason
     assert "system.log" in cell.hint or "answer_timeout_s" in cell.hint
     log = (run.path / "logs" / "aggregated" / "system.log").read_text()
     assert ("about to begin" in log) is (does is not None)

@@ -12,7 +12,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attainment", "0.9")
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize(("words", "message"), [
     (("xpyd", "--system", "true", *LOAD), "--system accepts no scenario"),
     (("--system", "true", "--input-len", "8"), "--system also needs --output-len, --ttft-ms"),
     (("--system", "no-such-program x", *LOAD), "program 'no-such-program' is missing"),
@@ -21,9 +21,9 @@ LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attain
     (("--system", "true", "--gpus", "2", *LOAD), "without splits"),
     (("--system", "true", "--connector", "nixl", "--connector", "tcp", *LOAD), "one system is one"),
 ])  # fmt: skip
-def test_what_cannot_be_asked_is_refused(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     done = invoke("simulate", *words, "--output", str(tmp_path / "results")).failed(2)
-    assert said in done.err.replace("\n", " ")
+    assert message in done.err.replace("\n", " ")
     assert not (tmp_path / "results").exists()
 
 

@@ -124,7 +124,7 @@ def test_a_system_that_others_use_is_refused_by_name(tmp_path: Path) -> None:
 
 
 @contextmanager
-def told(page: str) -> Iterator[str]:
+def metrics_server(page: str) -> Iterator[str]:
     """A server that offers a model, and reports that page of metrics."""
 
     class Answering(BaseHTTPRequestHandler):
@@ -155,7 +155,7 @@ def told(page: str) -> Iterator[str]:
 ])  # fmt: skip
 def test_a_gauge_without_number_is_mute(tmp_path: Path, values: tuple[str, ...], known: float | None) -> None:
     page = "".join(f'vllm:num_requests_running{{engine="{n}"}} {value}\n' for n, value in enumerate(values))
-    with told(page) as url:
+    with metrics_server(page) as url:
         scenario, _ = resolve(CliOptions(base_url=url, input_len="16", output_len=1, ttft_ms=300))
         (planned,) = plan_of(scenario).deployments
         launcher = LocalLauncher("test-idle", tmp_path / "logs", tmp_path / "specs")

@@ -99,24 +99,24 @@ def columns(pages: tuple[dict[str, Metrics | None], dict[str, Metrics | None]]) 
 
 class TestColumns:
     def test_nixl_pull_is_told_by_decode(self) -> None:
-        told = columns(honest())
-        assert told["kv_source"] == "vllm:nixl_xfer_time_seconds of decode"
-        assert told["kv_bytes_per_request"] == MIB
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(5.0)
-        assert told["kv_descriptors_per_request"] == 16
+        row = columns(honest())
+        assert row["kv_source"] == "vllm:nixl_xfer_time_seconds of decode"
+        assert row["kv_bytes_per_request"] == MIB
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(5.0)
+        assert row["kv_descriptors_per_request"] == 16
 
     def test_nixl_push_is_told_by_prefill(self) -> None:
         p = Server(N, INPUT, "prefill", transfers=MOVED)
-        told = columns(pair(p, Server(N, INPUT, transfers=NONE_MOVED)))
-        assert told["kv_source"] == "vllm:nixl_xfer_time_seconds of prefill"
-        assert told["kv_bytes_per_request"] == MIB
+        row = columns(pair(p, Server(N, INPUT, transfers=NONE_MOVED)))
+        assert row["kv_source"] == "vllm:nixl_xfer_time_seconds of prefill"
+        assert row["kv_bytes_per_request"] == MIB
 
     def test_each_tensor_parallel_rank_counts_its_own_part(self) -> None:
         moved = {"nixl": (N * 8, 0.3 * 8, N * MIB, N * 16.0 * 8)}
-        told = columns(honest(transfers=moved))
-        assert told["kv_bytes_per_request"] == MIB
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(5.0)
-        assert told["kv_descriptors_per_request"] == 128
+        row = columns(honest(transfers=moved))
+        assert row["kv_bytes_per_request"] == MIB
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(5.0)
+        assert row["kv_descriptors_per_request"] == 128
 
     def test_aborted_requests_do_not_blow_up_the_others(self) -> None:
         # 4 requests were aborted after their KV had come, 6 before.
@@ -125,24 +125,24 @@ class TestColumns:
 
     def test_mooncake_moves_several_requests_at_once(self) -> None:
         p = Server(N, INPUT, "prefill", transfers={"mooncake": (40, 0.32, N * MIB, 240.0)})
-        told = columns(pair(p, Server(N, INPUT, transfers={"mooncake": (0, 0.0, 0.0, 0.0)})))
-        assert told["kv_source"] == "vllm:mooncake_xfer_time_seconds of prefill"
-        assert told["kv_bytes_per_request"] == MIB
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(8.0)
-        assert told["kv_descriptors_per_request"] == 4
+        row = columns(pair(p, Server(N, INPUT, transfers={"mooncake": (0, 0.0, 0.0, 0.0)})))
+        assert row["kv_source"] == "vllm:mooncake_xfer_time_seconds of prefill"
+        assert row["kv_bytes_per_request"] == MIB
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(8.0)
+        assert row["kv_descriptors_per_request"] == 4
 
     def test_batches_are_not_divided_when_requests_were_aborted(self) -> None:
         kv = RoleKv("x", transfers=40.0, seconds=0.32, nbytes=N * MIB, descriptors=240.0)
         assert kv_columns({"prefill": kv}, Served(N + 1, 1))["kv_bytes_per_request"] == MIB
-        told = kv_columns({"prefill": kv}, Served(N + 20, 20))
-        assert told["kv_bytes_per_request"] is None
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(8.0)
+        row = kv_columns({"prefill": kv}, Served(N + 20, 20))
+        assert row["kv_bytes_per_request"] is None
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(8.0)
 
     def test_what_nobody_tells_is_missing_and_not_zero(self) -> None:
-        told = columns(pair(Server(N, INPUT, "prefill"), Server(N, INPUT)))
-        assert told["kv_source"] == ""
+        row = columns(pair(Server(N, INPUT, "prefill"), Server(N, INPUT)))
+        assert row["kv_source"] == ""
         names = ("kv_bytes_per_request", "kv_transfer_ms_per_request", "kv_descriptors_per_request")
-        assert {told[name] for name in (*names, "kv_transfers")} == {None}
+        assert {row[name] for name in (*names, "kv_transfers")} == {None}
         partly = columns(honest(transfers={"nixl": (N, 0.3, 0.0, 0.0)}))
         assert partly["kv_bytes_per_request"] is None
         assert partly["kv_transfer_ms_per_request"] == pytest.approx(5.0)
@@ -164,20 +164,20 @@ class TestLogLines:
         kv = logged_kv(["noise", MOONCAKE_LINE, MOONCAKE_LINE.replace("failed recvs=0", "failed recvs=2")])
         assert (kv.transfers, kv.failures, kv.expired) == (80, 2, 0)
         assert (kv.seconds, kv.nbytes) == (pytest.approx(0.64), pytest.approx(80 * 1.5 * MIB))
-        told = kv_columns({"prefill": kv}, Served(120))
-        assert told["kv_source"] == "log line 'KV Transfer metrics' of prefill"
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(8.0)
-        assert told["kv_bytes_per_request"] == pytest.approx(MIB)
-        assert told["kv_descriptors_per_request"] == pytest.approx(4.0)
+        row = kv_columns({"prefill": kv}, Served(120))
+        assert row["kv_source"] == "log line 'KV Transfer metrics' of prefill"
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(8.0)
+        assert row["kv_bytes_per_request"] == pytest.approx(MIB)
+        assert row["kv_descriptors_per_request"] == pytest.approx(4.0)
 
     def test_nixls_line(self) -> None:
         kv = logged_kv([NIXL_LINE])
         assert (kv.transfers, kv.descriptors) == (37, pytest.approx(37 * 2.3))
 
     def test_lines_that_may_lack_transfers_give_means_only(self) -> None:
-        told = kv_columns({"prefill": logged_kv([MOONCAKE_LINE], whole=False)}, Served(60))
-        assert told["kv_transfer_ms_per_request"] == pytest.approx(8.0)
-        assert told["kv_bytes_per_request"] is None
+        row = kv_columns({"prefill": logged_kv([MOONCAKE_LINE], whole=False)}, Served(60))
+        assert row["kv_transfer_ms_per_request"] == pytest.approx(8.0)
+        assert row["kv_bytes_per_request"] is None
 
     def test_no_such_line_tells_nothing(self) -> None:
         assert logged_kv(["INFO Avg prompt throughput: 1.0 tokens/s"]) == RoleKv()
@@ -206,8 +206,8 @@ class TestLogLines:
         failing = logged_kv([MOONCAKE_LINE.replace("failed transfers=0", "failed transfers=3")])
         figures = engine_figures(*pages, {"prefill": failing})
         assert (figures["prefill"].kv_failures, figures["prefill"].kv_bytes) == (3, None)
-        told = engine_summary(*pages, figures, LoadResult(records(), "complete", 3.5), {"prefill": failing})
-        assert told["kv_bytes_per_request"] == pytest.approx(MIB)
+        row = engine_summary(*pages, figures, LoadResult(records(), "complete", 3.5), {"prefill": failing})
+        assert row["kv_bytes_per_request"] == pytest.approx(MIB)
 
 
 class TestProof:

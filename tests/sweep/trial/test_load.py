@@ -328,10 +328,10 @@ def test_every_request_is_settled_once_whoever_sent_it(
     by_index = {fate.index: fate for fate in settled}
     assert sorted(by_index) == list(range(40)) == sorted(fate.index for fate in settled)
     for record in result.records:
-        told = by_index[index_of(record)]
-        assert told.ttft_s == pytest.approx(record.ttft_s, abs=1e-6)
-        assert told.e2el_s == pytest.approx(record.e2el_s, abs=1e-6)
-        assert told.error == record.error == ""
+        reported = by_index[index_of(record)]
+        assert reported.ttft_s == pytest.approx(record.ttft_s, abs=1e-6)
+        assert reported.e2el_s == pytest.approx(record.e2el_s, abs=1e-6)
+        assert reported.error == record.error == ""
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -379,7 +379,7 @@ def test_a_spare_that_waits_takes_the_next_load_under_its_name(
     spare.prepare()
     waiting = below("kvbench.processes.loadgen")
     for name in ("first", "second"):
-        mine = [process.pid for process in below("kvbench.processes.loadgen")]
+        pids = [process.pid for process in below("kvbench.processes.loadgen")]
         generator = LoadGenerator(launcher, real_spec(engine.url, tmp_path), name, spare=spare)
         used: list[int] = []
 
@@ -389,7 +389,7 @@ def test_a_spare_that_waits_takes_the_next_load_under_its_name(
 
         result = generator.run(look, lambda: None, 60.0)
         assert result.reason == "complete"
-        assert used[0] in mine, "the one that waited has sent"
+        assert used[0] in pids, "the one that waited has sent"
         assert (launcher.log_dir / f"{name}.log").exists()
     spare.close()
     assert waiting

@@ -36,14 +36,14 @@ def settled(index: int, at_s: float, *, good: bool) -> Settled:
 
 def offered_whole(watch: TrialWatch, offered: Offered, share: float) -> float:
     """So many requests are in time, at random; returns when the trial may end."""
-    told, t_s = 0, 0.0
+    reported, t_s = 0, 0.0
     good = np.random.default_rng(5).random(offered.n) < share
     while t_s < 3 * offered.length_s:
         t_s += 0.25
         upto, sent = np.searchsorted(offered.offsets_s, [t_s - 0.2, t_s])
-        rows = tuple(settled(i, t_s, good=bool(good[i])) for i in range(told, int(upto)))
-        told = int(upto)
-        if watch.progressed(Progress(t_s=t_s, sent=int(sent), done=told, waiting_first=0, settled=rows)):
+        rows = tuple(settled(i, t_s, good=bool(good[i])) for i in range(reported, int(upto)))
+        reported = int(upto)
+        if watch.progressed(Progress(t_s=t_s, sent=int(sent), done=reported, waiting_first=0, settled=rows)):
             return t_s
     raise AssertionError("the trial never ended")
 
@@ -115,9 +115,9 @@ def test_a_ceiling_is_told_in_one_way() -> None:
     """Twice what comes out was offered for ten seconds, or a load that the system carried easily."""
     saturation = SaturationProbe(np.arange(400) / 40.0, 0.0, 10.0, 0.5, 40.0)
     slow = [replace(record(i), last_token_s=i / 20 + 0.1) for i in range(400)]
-    told = ceiling_figures(slow, saturation, 10.0)
-    assert told["completion_rate"] == pytest.approx(20, rel=0.05)
-    assert told["completion_steady"] is True
+    figures = ceiling_figures(slow, saturation, 10.0)
+    assert figures["completion_rate"] == pytest.approx(20, rel=0.05)
+    assert figures["completion_steady"] is True
     easy = [replace(record(i), last_token_s=i / 40 + 0.1) for i in range(400)]
     assert ceiling_figures(easy, saturation, 10.0)["completion_steady"] is False
     assert ceiling_figures([], saturation, 10.0) == {}
@@ -131,13 +131,13 @@ def test_a_ceiling_probe_ends_before_it_buries_a_slow_server(scenario: Scenario,
     watch = TrialWatch(scenario, plan, offered, {"": SLO})
     behind = service_s * np.arange(offered.n)
     ends = np.maximum.accumulate(offered.offsets_s - behind) + behind + service_s
-    told, t_s, sent, done = 0, 0.0, 0, 0
+    reported, t_s, sent, done = 0, 0.0, 0, 0
     over = False
     while not over:
         t_s += 0.2507
         sent, done = (int(np.searchsorted(times, t_s)) for times in (offered.offsets_s, ends))
-        rows = tuple(Settled(i, e2el_s=float(ends[i] - offered.offsets_s[i])) for i in range(told, done))
-        told = done
+        rows = tuple(Settled(i, e2el_s=float(ends[i] - offered.offsets_s[i])) for i in range(reported, done))
+        reported = done
         over = watch.progressed(Progress(t_s=t_s, sent=sent, done=done, settled=rows))
     assert watch.saturated_s == t_s
     assert watch.progressed(Progress(t_s=t_s + 10.0, sent=sent, done=sent))
@@ -157,6 +157,6 @@ def test_connectors_get_the_same_arrivals_scaled_to_their_rates(scenario: Scenar
 
 
 def test_a_repeated_load_keeps_its_own_seed() -> None:
-    plan = TrialPlan(CELL, 4, 20.0, "bisect", twin_of=3)
-    assert plan.seed(1) == replace(plan, number=3, twin_of=0).seed(1)
+    plan = TrialPlan(CELL, 4, 20.0, "bisect", paired_with=3)
+    assert plan.seed(1) == replace(plan, number=3, paired_with=0).seed(1)
     assert plan.seed(1) != replace(plan, seed_key="equal-in256-out16").seed(1)

@@ -169,8 +169,8 @@ class Likelihoods:
         else:
             expected = 1.0 / np.maximum(1.0 + STEEPNESS[None, :] * (1.0 - point.rate / self._rates), 1e-2)
             chance = np.zeros_like(expected)
-        own = min(point.mean_error / share / waited, 1.0)
-        error = np.sqrt(own**2 + chance + MEAN_ERROR**2)
+        point_error = min(point.mean_error / share / waited, 1.0)
+        error = np.sqrt(point_error**2 + chance + MEAN_ERROR**2)
         away = (math.log(waited) - np.log(np.maximum(expected, 1e-6))) / error
         return np.asarray(-0.5 * np.minimum(away**2, 40.0) + np.log(MEAN_ERROR / error), np.float64)
 

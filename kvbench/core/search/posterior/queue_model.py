@@ -45,15 +45,15 @@ def log_normal_cdf(z: FloatArray) -> FloatArray:
 
 
 def _log_normal_cdf(z: npt.NDArray[np.floating]) -> SingleArray:
-    far: SingleArray = np.minimum(np.abs(z), FURTHEST).astype(np.float32, copy=False)
-    t = 1.0 / (1.0 + 0.2316419 * far)
+    distance: SingleArray = np.minimum(np.abs(z), FURTHEST).astype(np.float32, copy=False)
+    t = 1.0 / (1.0 + 0.2316419 * distance)
     total = np.full_like(t, _HART[0])
     for coefficient in _HART[1:]:
         total *= t
         total += coefficient
     total *= t
-    far *= far
-    tail = np.log(total * 0.3989422804014327) - 0.5 * far
+    distance *= distance
+    tail = np.log(total * 0.3989422804014327) - 0.5 * distance
     above = np.log1p(-np.exp(np.clip(tail, LEAST_LOG, -1e-7)))
     return np.asarray(np.where(z > 0, above, tail), np.float32)
 
@@ -94,10 +94,10 @@ def memory(load: FloatArray, depth: FloatArray) -> FloatArray:
 
 DRAWS: Final = 40
 """Number of arrival sequences with resampled gaps to compare with."""
-LUCK_STEPS: Final = 12
+BISECTION_STEPS: Final = 12
 SLOWEST, FASTEST = 0.2, 4.0
 """Range of capacities for the bisection, in units of the rate."""
-MOST_LUCK: Final = 1.25
+MAX_CORRECTION: Final = 1.25
 FEWEST: Final = 20
 
 
@@ -107,18 +107,18 @@ def queue_rate(
     """Return the rate whose average queue equals that of these arrivals; None of too few requests.
     ``offsets_s``: ascending, from 0 on. ``window_s``: requests counted. ``headroom_s``: TTFT headroom that
     ``share`` of them must keep, or if None their mean."""
-    own = offsets_s[offsets_s <= window_s[1]]
-    counted = int((own >= window_s[0]).sum())
+    arrivals_s = offsets_s[offsets_s <= window_s[1]]
+    counted = int((arrivals_s >= window_s[0]).sum())
     if counted < FEWEST or headroom_s <= 0:
         return None
-    gaps = np.diff(own, prepend=0.0)
-    draws = np.random.default_rng(len(own)).choice(gaps, (DRAWS, len(own)))
+    gaps = np.diff(arrivals_s, prepend=0.0)
+    draws = np.random.default_rng(len(arrivals_s)).choice(gaps, (DRAWS, len(arrivals_s)))
     draws *= 1.0 / (rate * gaps.mean())
     # The resampled requests may end before or after the window, so they are counted by index.
-    ratio = _capacity(own[None, :], rate, counted, headroom_s, share) / _capacity(
+    ratio = _capacity(arrivals_s[None, :], rate, counted, headroom_s, share) / _capacity(
         np.cumsum(draws, axis=1), rate, counted, headroom_s, share
     )
-    return rate * min(max(ratio, 1 / MOST_LUCK), MOST_LUCK)
+    return rate * min(max(ratio, 1 / MAX_CORRECTION), MAX_CORRECTION)
 
 
 def _capacity(
@@ -127,7 +127,7 @@ def _capacity(
     """Return the lowest capacity at which the last ``counted`` of each row together keep the limit."""
     low, high = math.log(SLOWEST * rate), math.log(FASTEST * rate)
     numbers = np.arange(offsets_s.shape[1])[None, :]
-    for _ in range(LUCK_STEPS):
+    for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         ahead = numbers * math.exp(-middle) - offsets_s
         waits = (ahead - np.minimum.accumulate(ahead, axis=1))[:, -counted:]

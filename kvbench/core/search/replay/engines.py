@@ -211,12 +211,12 @@ def engine_objections(trials: Sequence[TrialRequests], model: EngineModel, highe
     halves = load.part[load.begun] // (BLOCKS // 2)
     objections = []
     for half in np.unique(halves):
-        own, rate = errors[halves == half], trials[half // 2].rate
-        if rate > highest or len(own) < FEWEST // 2:
+        half_errors, rate = errors[halves == half], trials[half // 2].rate
+        if rate > highest or len(half_errors) < FEWEST // 2:
             continue
-        if abs(float(np.median(own))) > max(BIASED, model.error):
+        if abs(float(np.median(half_errors))) > max(BIASED, model.error):
             objections.append(
-                f"TTFT at {rate:.3g} req/s is {-100 * np.median(own):+.0f} % off the simulated one"
+                f"TTFT at {rate:.3g} req/s is {-100 * np.median(half_errors):+.0f} % off the simulated one"
             )
     return tuple(objections)
 
@@ -307,8 +307,8 @@ def _neighbours(model: EngineModel, most: int) -> list[EngineModel]:
         times = (step, sequence * factor, prompt * factor, transfer, delay)
         found.append(replace(model, engines=engines, seconds=times))
     if not model.pair:
-        own = model.slots if model.slots < math.inf else max(most // model.engines, 1) + 1.0
-        found += [replace(model, slots=slots) for slots in (own - 1, own - 2, math.inf) if slots >= 1]
+        limit = model.slots if model.slots < math.inf else max(most // model.engines, 1) + 1.0
+        found += [replace(model, slots=slots) for slots in (limit - 1, limit - 2, math.inf) if slots >= 1]
     return found
 
 

@@ -318,7 +318,7 @@ def _by_servers(
 def _likeliest(found: Mapping[int, Candidate | None]) -> list[int]:
     """Return the numbers of servers, the most likely first."""
     return sorted(
-        found, key=lambda count: -(-math.inf if (own := found[count]) is None else own.log_likelihood)
+        found, key=lambda count: -(-math.inf if (fit := found[count]) is None else fit.log_likelihood)
     )
 
 

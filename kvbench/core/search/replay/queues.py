@@ -171,9 +171,9 @@ def steps(
         )
         return first_s, last_s
     for number in (0.0,) if engine is None else np.unique(engine):
-        own = slice(None) if engine is None else engine == number
-        first_s[own], last_s[own] = _steps(
-            arrived_s[own].tolist(), tokens[own].tolist(), alone, each, prefill, prompts, slots
+        rows = slice(None) if engine is None else engine == number
+        first_s[rows], last_s[rows] = _steps(
+            arrived_s[rows].tolist(), tokens[rows].tolist(), alone, each, prefill, prompts, slots
         )
     return first_s, last_s
 

@@ -34,7 +34,7 @@ from kvbench.core.search.replay.models import (
 )
 from kvbench.core.search.replay.queues import BoolArray, FloatArray
 from kvbench.core.search.replay.unit_load import BISECTIONS, UnitLoad
-from kvbench.core.search.trial_requests import FAR, Goal, Latencies, Objective, TrialRequests
+from kvbench.core.search.trial_requests import CENSORED, Goal, Latencies, Objective, TrialRequests
 from kvbench.core.stats import NORMAL_90, t_quantile, variance_between
 
 BOOTSTRAPS: Final = 24
@@ -193,8 +193,8 @@ class ReplayResult:
         logs = np.linspace(low, high, GRID)
         density = np.zeros(GRID)
         for root in self.roots:
-            own = np.exp(-0.5 * ((logs - math.log(root.rate)) / root.error) ** 2)
-            density += own / own.sum()
+            root_density = np.exp(-0.5 * ((logs - math.log(root.rate)) / root.error) ** 2)
+            density += root_density / root_density.sum()
         return RateEstimate(np.exp(logs), density / density.sum())
 
 
@@ -398,8 +398,8 @@ def _figures(objective: Objective, times: Latencies, part: BoolArray) -> FloatAr
     """Return (score, mean ratio up to 2, four quantiles of the ratio) of the worst criterion."""
     found = []
     for goal in objective.goals:
-        ratios = np.nan_to_num(goal.ratios(times)[part], nan=FAR, posinf=FAR, neginf=0.0)
-        low = np.minimum(ratios, FAR)
+        ratios = np.nan_to_num(goal.ratios(times)[part], nan=CENSORED, posinf=CENSORED, neginf=0.0)
+        low = np.minimum(ratios, CENSORED)
         found.append(
             (
                 goal.score(ratios),

@@ -124,23 +124,23 @@ class UnitLoad:
 def _zero(score: Callable[[float], float], begin: float, least: float, most: float, exact: float) -> float:
     """Return where a decreasing score crosses 0, by secants within a bracket around ``begin`` (Illinois
     method). ``exact``: distance of two values that are near enough."""
-    here, before = begin, begin
-    by_here = by_before = score(begin)
-    step = math.copysign(ROUGHLY, by_here)
-    while (by_here >= 0) == (by_before >= 0):
-        if here in (least, most):
-            return here
-        before, by_before = here, by_here
-        here, step = min(max(here + step, least), most), 2 * step
-        by_here = score(here)
+    current, before = begin, begin
+    by_current = by_before = score(begin)
+    step = math.copysign(ROUGHLY, by_current)
+    while (by_current >= 0) == (by_before >= 0):
+        if current in (least, most):
+            return current
+        before, by_before = current, by_current
+        current, step = min(max(current + step, least), most), 2 * step
+        by_current = score(current)
     for _ in range(SECANTS):
-        if abs(here - before) < exact or abs(by_here) < ENOUGH:
+        if abs(current - before) < exact or abs(by_current) < ENOUGH:
             break
-        last, by_last = here, by_here
-        here -= by_here * (here - before) / (by_here - by_before)
-        by_here = score(here)
-        if (by_here >= 0) != (by_last >= 0):
+        last, by_last = current, by_current
+        current -= by_current * (current - before) / (by_current - by_before)
+        by_current = score(current)
+        if (by_current >= 0) != (by_last >= 0):
             before, by_before = last, by_last
         else:
             by_before /= 2
-    return here
+    return current

@@ -201,7 +201,7 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
         self._options = options
         self._copies = int(options.get("copies", COPIES)) if self.fresh_reads else 1
         self._serial = 0
-        self._own: Store | None = None
+        self._store: Store | None = None
         self._provided: dict[str, Any] = {}
         self._initiators: dict[str, ControlChannel] = {}
         self._offers: dict[Place, list[tuple[str, Any]]] = {}
@@ -222,14 +222,14 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
         self._address, self._layout = address, layout
         if self._options.get("role") == "initiator":
             return
-        self._own, self._provided = self.provide(address, layout)
+        self._store, self._provided = self.provide(address, layout)
         if room := int(self._provided.get("room", 0)):
             self._copies = max(min(self._copies, room // (2 * layout.nbytes)), 1)
         self._door = Door(self._host, self._welcome)
 
     def reshape(self, layout: Layout) -> bool:
-        if self._own is not None:
-            self._own.remove([key for items in self._offers.values() for key, _ in items])
+        if self._store is not None:
+            self._store.remove([key for items in self._offers.values() for key, _ in items])
             self._offers.clear()
         self._layout = layout
         return True
@@ -240,9 +240,9 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
 
     def close(self) -> None:
         super().close()
-        if self._own is not None:
+        if self._store is not None:
             # Kept: freeing a library's last reference may take seconds.
-            self._own.close()
+            self._store.close()
 
     # --- the initiator's side
 
@@ -279,9 +279,9 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
         pairs = list(zip(local, remote, strict=True))
         regions = range(self._layout.regions)
         offsets = [
-            self._address + self._layout.offset(region, here) for region in regions for here, _ in pairs
+            self._address + self._layout.offset(region, block) for region in regions for block, _ in pairs
         ]
-        places = [(region, there) for region in regions for _, there in pairs]
+        places = [(region, block) for region in regions for _, block in pairs]
         self._serial += 1
         ticket = Ticket(peer, op, len(places) * size, len(places), 0.0, _Plan(self._serial, offsets, places))
         if op == "write":
@@ -336,16 +336,16 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
             if self._initiators.get(name) is channel:
                 del self._initiators[name]
 
-    def _own_store(self) -> Store:
-        if self._own is None:
+    def _offered_store(self) -> Store:
+        if self._store is None:
             raise TransferError("this side was opened as an initiator: it has no store to offer")
-        return self._own
+        return self._store
 
     def _address_of(self, place: Sequence[int]) -> int:
         return self._address + self._layout.offset(int(place[0]), int(place[1]))
 
     def collect(self, blocks: Sequence[int]) -> None:
-        store, wanted = self._own_store(), set(blocks)
+        store, wanted = self._offered_store(), set(blocks)
         for channel in list(self._initiators.values()):
             for keys, places, notes in channel.ask({"cmd": "written"}, ASK_S):
                 chosen = [i for i, place in enumerate(places) if place[1] in wanted]
@@ -358,15 +358,15 @@ class KeyedEndpoint(ThreadedEndpoint[StorePeer]):
                 store.remove(keys)
 
     def offer(self, blocks: Sequence[int]) -> None:
-        store = self._own_store()
+        store = self._offered_store()
         places = [(region, block) for region in range(self._layout.regions) for block in blocks]
         with self._offering:
             store.remove([key for place in places for key, _ in self._offers.pop(place, [])])
             offer = [] if self.fresh_reads else self._put_offer(store, places)
             for channel in list(self._initiators.values()):
                 # Keys that are read only once are separate for each initiator.
-                own = self._put_offer(store, places) if self.fresh_reads else offer
-                channel.ask({"cmd": "offer", "offer": own}, ASK_S)
+                keys = self._put_offer(store, places) if self.fresh_reads else offer
+                channel.ask({"cmd": "offer", "offer": keys}, ASK_S)
 
     def _put_offer(self, store: Store, places: Sequence[Place]) -> list[tuple[Place, list[tuple[str, Any]]]]:
         """Put the blocks as often as one initiator may read them, under new keys."""

@@ -98,9 +98,9 @@ def test_random_work_takes_longer() -> None:
     long = asked(replayed(tuple(trials), TTFT_300))
     assert long.estimate.width < short.estimate.width
     assert long.estimate.lower < 8.99 < long.estimate.upper
-    told = long.to_json()
-    assert told["lower"] < told["rate"] < told["upper"]
-    assert (told["requests"], told["seconds"]) == (sum(len(trial) for trial in trials), 800.0)
+    stored = long.to_json()
+    assert stored["lower"] < stored["rate"] < stored["upper"]
+    assert (stored["requests"], stored["seconds"]) == (sum(len(trial) for trial in trials), 800.0)
 
 
 @pytest.mark.parametrize("rates", [(8.5, 8.9), (8.9, 20.0)], ids=["near", "one far above"])
