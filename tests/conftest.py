@@ -88,7 +88,7 @@ KEPT_DESCRIPTORS = re.compile(r"/dev/(?!shm/)|/proc/|/sys/|.*\.(so|py|pyc|ttf|js
 
 
 # Reasons for which a test is rightly not part of this run, or nothing to test at all.
-ASKED_FOR = re.compile(r"make (test-\w+|vllm-cpu|fuzz)\b|runs with KVBENCH_\w+=1")
+ON_REQUEST = re.compile(r"make (test-\w+|vllm-cpu|fuzz)\b|runs with KVBENCH_\w+=1")
 NOT_A_LACK = re.compile(r"\bmoves? (no )?bytes\b|copies memory|has its own tests|^\w+ is installed here")
 
 
@@ -129,14 +129,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterat
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         _report_slowest(terminalreporter)
     reasons = Counter(_reason(report) for report in terminalreporter.getreports("skipped"))
-    asked = sum(number for reason, number in reasons.items() if ASKED_FOR.search(reason))
+    count = sum(number for reason, number in reasons.items() if ON_REQUEST.search(reason))
     lacks = {
         reason: number
         for reason, number in reasons.most_common()
-        if not ASKED_FOR.search(reason) and not NOT_A_LACK.search(reason)
+        if not ON_REQUEST.search(reason) and not NOT_A_LACK.search(reason)
     }
-    if asked:
-        terminalreporter.line(f"not asked for: {asked} tests that have make targets of their own (make help)")
+    if count:
+        terminalreporter.line(f"not asked for: {count} tests that have make targets of their own (make help)")
     if lacks:
         terminalreporter.line(f"skipped for want of what this machine lacks: {sum(lacks.values())} tests")
         for reason, number in lacks.items():

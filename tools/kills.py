@@ -277,17 +277,17 @@ def _content(path: Path) -> bytes:
 
 def main() -> int:
     seed = random.SystemRandom().randrange(10**6)
-    asked = arguments(
+    options = arguments(
         __doc__,
         kills=(100, "to do"),
         seed=(seed, "of the moments"),
         keep=(Path, "folder in which the runs stay"),
     )
-    print(f"{asked.kills} kills, --seed {asked.seed}", flush=True)
-    chance, tally, began = random.Random(asked.seed), Tally(), time.monotonic()
+    print(f"{options.kills} kills, --seed {options.seed}", flush=True)
+    chance, tally, began = random.Random(options.seed), Tally(), time.monotonic()
     with workplace("kills") as (scratch, _), suppress(KeyboardInterrupt):
-        while tally.kills < asked.kills and not tally.problems:
-            Life((asked.keep or scratch) / str(tally.runs), tally, chance).run(asked.kills)
+        while tally.kills < options.kills and not tally.problems:
+            Life((options.keep or scratch) / str(tally.runs), tally, chance).run(options.kills)
     moments = [[moment, str(count)] for moment, count in tally.moments.most_common()]
     print(table("moment of the kill", "kills", [*moments, ["all", str(tally.kills)]]))
     facts = {
@@ -298,7 +298,7 @@ def main() -> int:
         "sweeps brought to their end, trials": f"{tally.runs}, {tally.trials}",
         "minutes": f"{(time.monotonic() - began) / 60:.1f}",
     }
-    return conclude(facts, tally.problems) or int(tally.kills < asked.kills)
+    return conclude(facts, tally.problems) or int(tally.kills < options.kills)
 
 
 if __name__ == "__main__":

@@ -97,8 +97,8 @@ class Bench:
         load = self.source.load(rate / turns, max(2, round(requests / turns)), 1.0, seed)
         hashes = PromptHashes(load, self.system.config.block_tokens)
         lengths = load.input_len, load.output_len
-        asked = SimulatedLoad(load.offsets_s, *lengths, 1e9, hashes, load.following)
-        records = simulate(self.system, asked).records
+        sim_load = SimulatedLoad(load.offsets_s, *lengths, 1e9, hashes, load.following)
+        records = simulate(self.system, sim_load).records
         begin_s, end_s = 2 * self.source.filled_s(1.0), float(load.session_offsets_s[-1])
         return [
             (latencies_ms(r.ttft_s, r.tpot_s, r.e2el_s, r.ok, r.turn, r.session_s), r.ok)

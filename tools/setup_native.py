@@ -122,8 +122,8 @@ def provide_libraries(missing: Sequence[str]) -> None:
 
 
 def may_apt_install() -> bool:
-    asked_not_to = os.environ.get("KVBENCH_NO_APT_INSTALL", "") not in ("", "0")
-    return os.geteuid() == 0 and shutil.which("apt-get") is not None and not asked_not_to
+    opted_out = os.environ.get("KVBENCH_NO_APT_INSTALL", "") not in ("", "0")
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None and not opted_out
 
 
 def apt_install(packages: Sequence[str]) -> str | None:

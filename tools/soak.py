@@ -210,9 +210,9 @@ def judged(soak: Soak, seconds: float) -> list[str]:
 
 
 def main() -> int:
-    asked = arguments(__doc__, minutes=(30.0, "to go on"), seed=(1, "of the faults"))
+    options = arguments(__doc__, minutes=(30.0, "to go on"), seed=(1, "of the faults"))
     os.nice(5)
-    soak, seconds = Soak(random.Random(asked.seed)), asked.minutes * 60
+    soak, seconds = Soak(random.Random(options.seed)), options.minutes * 60
     with workplace("soak") as (folder, _):
         while time.monotonic() - soak.began < seconds:
             one_sweep(soak, folder)

@@ -385,8 +385,8 @@ def chaos(
         if resume is not None:
             return running.resume_run(resume, shown, force=force, lab=place.lab)
         held, times = _held(rate, from_, share, deadline), FaultTimes(before, down, after)
-        asked = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
-        return running.command(options, asked, output, shown, only_plan=plan)
+        chaos = running.ChaosOptions(held, tuple(fault or ()), times, repeats, place.lab)
+        return running.command(options, chaos, output, shown, only_plan=plan)
 
 
 @asks(without=NOT_HELD)
@@ -416,8 +416,8 @@ def soak(
     shown = console(as_json=json_)
     if resume is not None:
         return running.resume_run(resume, shown, force=force)
-    asked = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
-    return running.command(options, asked, output, shown)
+    soak_options = running.SoakOptions(_held(rate, from_, share, deadline), hours * 3600.0, window)
+    return running.command(options, soak_options, output, shown)
 
 
 def _held(

@@ -106,10 +106,10 @@ def compare(
     from kvbench.report.ci_verdict import share_of
 
     axes = tuple(axis.strip() for axis in sort.split(",") if axis.strip())
-    asked = comparing.CompareOptions(
+    options = comparing.CompareOptions(
         by, axes, group, "json" if json_ else format_, force, before, ci, share_of(worse_than), junit, comment
     )
-    return comparing.command(run, asked, console())
+    return comparing.command(run, options, console())
 
 
 def verify(

@@ -71,7 +71,7 @@ def init(
     from kvbench.planning import init as new_scenario
     from kvbench.planning.init_elsewhere import Elsewhere
 
-    elsewhere = Elsewhere.asked(hosts, slurm, ray, base_url, model)
+    elsewhere = Elsewhere.create(hosts, slurm, ray, base_url, model)
     return new_scenario.command(file, console(), yes=yes, force=force, elsewhere=elsewhere)
 
 
@@ -258,8 +258,8 @@ def corpus(
     if generate is not None:
         sessions, source = made_after(sessions, source, generate, seed, write)
     figures = CorpusFigures(sessions)
-    asked = parse_counts(tokens) if tokens else ()
-    report = corpus_report(source, figures, asked, gb or (), model)
+    token_counts = parse_counts(tokens) if tokens else ()
+    report = corpus_report(source, figures, token_counts, gb or (), model)
     print_report(report, console(), as_json=json_)
     if plot is not None:
         from kvbench.report.plots.sessions import offered_reuse_figure

@@ -19,5 +19,5 @@ class VisibleConsole(Console):
             text, style, control = segment
             yield segment if control else Segment(visible(text), style)
 
-    def out(self, *objects: Any, **asked: Any) -> None:
-        super().out(*(visible(str(value)) for value in objects), **asked)
+    def out(self, *objects: Any, **options: Any) -> None:
+        super().out(*(visible(str(value)) for value in objects), **options)

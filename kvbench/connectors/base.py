@@ -272,7 +272,7 @@ class Connector(ABC):
         """User settings that this profile ignores or that harm."""
         return []
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         """Requested transports, comma-separated; checked against the actual one."""
         return ""
 
@@ -446,7 +446,7 @@ class UcxOptions(KvOptions):
         return self.model_copy(update={"ucx_tls": self.ucx_tls or "tcp", "num_threads": threads})
 
     @property
-    def nics_asked(self) -> tuple[str, ...]:
+    def requested_nics(self) -> tuple[str, ...]:
         return nic_names(self.ucx_net_devices)
 
     def nixl_config(self) -> dict[str, Any]:

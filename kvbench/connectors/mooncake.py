@@ -85,7 +85,7 @@ class MooncakeOptions(KvOptions):
         return False
 
     @property
-    def protocol_asked(self) -> str:
+    def requested_protocol(self) -> str:
         return self.protocol
 
     @property
@@ -98,7 +98,7 @@ class MooncakeOptions(KvOptions):
         return str(self.extra_config.get("bootstrap_server_address", ""))
 
     @property
-    def nics_asked(self) -> tuple[str, ...]:
+    def requested_nics(self) -> tuple[str, ...]:
         return nic_names(self.device_name)
 
     def sending(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _options(options: ConnectorOptions) -> MooncakeOptions:
     return options
 
 
-def _asked(options: ConnectorOptions) -> str:
+def _transport(options: ConnectorOptions) -> str:
     return _options(options).transport
 
 
@@ -146,14 +146,14 @@ class _Settings(Connector):
             for name in self.ignored_env
             if name in env
         ]
-        asked = _options(options).protocol
+        requested = _options(options).protocol
         for protocol, variable in _FORCED.items():
-            if asked not in ("auto", protocol) and variable in env:
+            if requested not in ("auto", protocol) and variable in env:
                 found.append(f"{variable} is set, which overrides the option protocol whatever its value")
         return found
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
-        return _asked(options)
+    def requested_transport(self, options: ConnectorOptions) -> str:
+        return _transport(options)
 
 
 class _Chosen(_Settings):
@@ -282,8 +282,8 @@ class SglangMooncake(RoomConnector):
             env["SGLANG_DISAGGREGATION_QUEUE_SIZE"] = str(min(SGLANG_QUEUES, chosen.num_workers))
         return env
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
-        return _asked(options)
+    def requested_transport(self, options: ConnectorOptions) -> str:
+        return _transport(options)
 
     def engine_args(self, role: Role, options: ConnectorOptions) -> dict[str, Any]:
         chosen = _options(options)

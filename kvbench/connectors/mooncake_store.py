@@ -60,11 +60,11 @@ class MooncakeStoreOptions(KvOptions):
         return False
 
     @property
-    def protocol_asked(self) -> str:
+    def requested_protocol(self) -> str:
         return self.protocol
 
     @property
-    def nics_asked(self) -> tuple[str, ...]:
+    def requested_nics(self) -> tuple[str, ...]:
         return nic_names(self.device_name)
 
 
@@ -123,7 +123,7 @@ class MooncakeStore(PlainConnector):
         names = [name for name in ("MOONCAKE_PROTOCOL", "MOONCAKE_DEVICE") if name in env]
         return [f"{name} is set, but the store's settings come from its file" for name in names]
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         assert isinstance(options, MooncakeStoreOptions)
         return "" if options.protocol == "auto" else options.protocol
 

@@ -46,12 +46,12 @@ class MultiOptions(ConnectorOptions):
         return self.inner_options().reads_nic_variables
 
     @property
-    def nics_asked(self) -> tuple[str, ...]:
-        return self.inner_options().nics_asked
+    def requested_nics(self) -> tuple[str, ...]:
+        return self.inner_options().requested_nics
 
     @property
-    def protocol_asked(self) -> str | None:
-        return self.inner_options().protocol_asked
+    def requested_protocol(self) -> str | None:
+        return self.inner_options().requested_protocol
 
     @property
     def bootstrap_address(self) -> str:
@@ -129,8 +129,8 @@ class Multi(Connector):
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return self._first.warnings(self._inner(options), env)
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
-        return self._first.transport_asked(self._inner(options))
+    def requested_transport(self, options: ConnectorOptions) -> str:
+        return self._first.requested_transport(self._inner(options))
 
     def prefill_request(self, body: Body, request_id: str, peer: PrefillPeer) -> dict[str, Any]:
         return self._first.prefill_request(body, request_id, peer)

@@ -54,7 +54,7 @@ class SglangNixl(RoomConnector):
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return ucx_warnings(options, env)
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)
         return options.ucx_tls
 
@@ -89,7 +89,7 @@ class _Pull(PullConnector):
             )
         return ""
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlOptions)
         return options.ucx_tls
 

@@ -59,7 +59,7 @@ class NixlPush(PullConnector):
     def warnings(self, options: ConnectorOptions, env: Mapping[str, str]) -> list[str]:
         return ucx_warnings(options, env)
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         assert isinstance(options, NixlPushOptions)
         return options.ucx_tls
 

@@ -30,7 +30,7 @@ class Tcp(PullConnector):
         assert isinstance(options, TcpOptions)
         return {"streams": options.streams}
 
-    def transport_asked(self, options: ConnectorOptions) -> str:
+    def requested_transport(self, options: ConnectorOptions) -> str:
         return "tcp"
 
 

@@ -189,10 +189,10 @@ class RunningDeployment:
         self._connector: Connector = profile_of(scenario, plan.connector, plan.label)
         self._specs = [] if self.external else process_specs(scenario, plan, launcher.log_dir.absolute())
         options = scenario.connector_options(plan.label)
-        asked = self._connector.transport_asked(options) if self._specs else ""
-        self._watch = ProcessWatch(scenario.deployment.engine_options.logs_like, self._connector, asked)
+        transport = self._connector.requested_transport(options) if self._specs else ""
+        self._watch = ProcessWatch(scenario.deployment.engine_options.logs_like, self._connector, transport)
         self.endpoints = self._endpoints()
-        self._asked = SingleRequests(
+        self._single_requests = SingleRequests(
             scenario, self._client, self.endpoints.base_url, self.check_alive, self._explained
         )
 
@@ -356,7 +356,7 @@ class RunningDeployment:
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> str:
         """Return the text of one greedy completion, not streamed. Raises ServerError."""
-        return self._asked.complete([prompt], max_tokens)[0].text
+        return self._single_requests.complete([prompt], max_tokens)[0].text
 
     def complete_scored(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Completion]:
         """Return completions with log-probabilities, if offered."""
@@ -366,15 +366,15 @@ class RunningDeployment:
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, scored: bool = False
     ) -> list[Completion]:
         """Return concurrent greedy completions. ``scored``: with log-probabilities. Raises ServerError."""
-        return self._asked.complete(prompts, max_tokens, scored=scored)
+        return self._single_requests.complete(prompts, max_tokens, scored=scored)
 
     def streamed_s(self, prompt: Sequence[int], max_tokens: int) -> float:
         """Seconds of one streamed answer, as in a trial. Raises ServerError."""
-        return self._asked.streamed_s(prompt, max_tokens)
+        return self._single_requests.streamed_s(prompt, max_tokens)
 
     def chat_length(self) -> ChatLength:
         """Tokens per word of a chat message. Raises ServerError."""
-        return self._asked.chat_length()
+        return self._single_requests.chat_length()
 
     def _explained(self) -> tuple[str, str]:
         """Cause of a failed request in the logs, and a hint."""

@@ -80,7 +80,7 @@ class LogSource:
     kv_connector: str = ""
     """Connector class name such as "NixlConnector"; empty also without transfer."""
     role: str = ""
-    transport_asked: str = ""
+    requested_transport: str = ""
     kv_operation: str = ""
 
     @property
@@ -98,7 +98,7 @@ class LogSource:
                 or pattern.connector in self.kv_connector.lower()
                 or "multi" in self.kv_connector.lower()
             )
-            and (not pattern.asked or pattern.asked in self.transport_asked.split(","))
+            and (not pattern.asked or pattern.asked in self.requested_transport.split(","))
         )
 
 
@@ -249,7 +249,7 @@ def command(names: Sequence[str], protocol: str, console: Console, *, as_json: b
     found: list[dict[str, object]] = []
     for name, source in _logs(list(names) or [STDIN]):
         with source as file:
-            for cause in diagnose(_lines(file), LogSource(transport_asked=protocol)):
+            for cause in diagnose(_lines(file), LogSource(requested_transport=protocol)):
                 found.append({"log": name, **vars(cause)})
                 spoiled += cause.level != "warning"
                 if as_json:

@@ -33,10 +33,10 @@ T = TypeVar("T")
 class ProcessWatch:
     """Detects ended processes and fatal log lines."""
 
-    def __init__(self, logs_like: str, connector: Connector, transport_asked: str) -> None:
+    def __init__(self, logs_like: str, connector: Connector, requested_transport: str) -> None:
         self._logs_like = logs_like
         self._connector = connector
-        self._transport_asked = transport_asked
+        self._requested_transport = requested_transport
         self._logs = LogWatch()
         self._paths: dict[str, Path] = {}
         self._standing: list[Diagnosis] = []
@@ -50,7 +50,7 @@ class ProcessWatch:
             logs_like=ROUTER if role == ROUTER else self._logs_like,
             kv_connector="" if role == ROUTER else self._connector.kv_connector,
             role=role,
-            transport_asked=self._transport_asked,
+            requested_transport=self._requested_transport,
             kv_operation="" if role == ROUTER else self._connector.kv_operation,
         )
         self._logs.follow(path, source)

@@ -170,10 +170,10 @@ class SingleRequests:
         def post(prompt: Mapping[str, Any]) -> httpx.Response:
             plain = greedy_body(model, prompt, max_tokens)
             while scored:
-                asked = greedy_body(model, prompt, max_tokens, scored=True)
+                body = greedy_body(model, prompt, max_tokens, scored=True)
                 late = time.monotonic() - begun > COMPILE_S
                 try:
-                    response = self._client.post(self._url, json=asked, timeout=timeout_s)
+                    response = self._client.post(self._url, json=body, timeout=timeout_s)
                 except httpx.ReadTimeout:
                     if late:
                         raise

@@ -284,7 +284,7 @@ def whole(arguments: Mapping[str, Any], *names: str) -> int:
     return 1
 
 
-def asked_version(command: tuple[str, ...], env: Mapping[str, str]) -> str:
+def command_version(command: tuple[str, ...], env: Mapping[str, str]) -> str:
     """Version by ``command --version``, cached per process. Raises MissingLibraryError if the command is
     missing, LaunchError without a version in time."""
     answer = _ask_version(command, tuple(sorted(env.items())))

@@ -29,7 +29,7 @@ from kvbench.engines.base import (
     Instance,
     OptionsContext,
     argv_of,
-    asked_version,
+    command_version,
     found_command,
     overridden,
 )
@@ -180,7 +180,7 @@ class Vllm(Engine):
                 "install vLLM, or name its command in deployment.engine_options.command",
             )
         try:
-            version = options.version or asked_version(options.command, options.env)
+            version = options.version or command_version(options.command, options.env)
             profile = connector.profile(version)
         except KvbenchError as error:
             return Problem(error.message, error.hint)
@@ -358,7 +358,7 @@ def _version_of(options: VllmOptions) -> str:
     if options.version:
         return options.version
     try:
-        return asked_version(options.command, options.env)
+        return command_version(options.command, options.env)
     except KvbenchError:
         return ""
 

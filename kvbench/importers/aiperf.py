@@ -161,7 +161,7 @@ def _from_json(file: Path, origin: Origin, reading: Imported) -> ServingRow:
     row = ServingRow(Origin(origin.file, origin.line, origin.last_line, TOOL, version), {})
     row.figures = _figures({key: value for key, value in data.items() if isinstance(value, Mapping)})
     _lengths(row, data)
-    _asked(row, data.get("input_config"))
+    _read_load(row, data.get("input_config"))
     for sign, what in (
         ("was_cancelled", "the run was cancelled"),
         ("incomplete_reason", "the run is incomplete"),
@@ -203,7 +203,7 @@ def _lengths(row: ServingRow, metrics: Mapping[str, Any]) -> None:
             row.take_mean_length(name, mean, key)
 
 
-def _asked(row: ServingRow, config: Any) -> None:
+def _read_load(row: ServingRow, config: Any) -> None:
     """Read the requested load from ``input_config``, whose layout differs between versions."""
     if not isinstance(config, Mapping):
         return

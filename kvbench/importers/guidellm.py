@@ -88,7 +88,7 @@ def _row(benchmark: Mapping[str, Any], metrics: Mapping[str, Any], origin: Origi
         row.settings[f"{statistic}_time_per_output_token_with_ttft_ms"] = value
     _counts(row, benchmark, metrics)
     row.requests = _requests(mapping(benchmark.get("requests")))
-    _asked(row, mapping(benchmark.get("config") or benchmark.get("args")))
+    _read_load(row, mapping(benchmark.get("config") or benchmark.get("args")))
     return row
 
 
@@ -155,7 +155,7 @@ def _requests(groups: Mapping[str, Any]) -> list[RequestRecord]:
     return records_of(seen)
 
 
-def _asked(row: ServingRow, config: Mapping[str, Any]) -> None:
+def _read_load(row: ServingRow, config: Mapping[str, Any]) -> None:
     strategy = mapping(config.get("strategy"))
     row.request_rate = rate(strategy.get("rate"))
     row.settings |= {f"load.{key}": value for key, value in plain(strategy).items() if key != "rate"}

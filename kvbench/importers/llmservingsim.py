@@ -57,7 +57,7 @@ def read(path: Path) -> Imported:
     row = ServingRow(Origin(file.name, 1, len(lines), TOOL, ""), {}, num_prompts=len(seen))
     row.requests = records_of(_on_one_clock(seen))
     _summed_up(row)
-    _asked(row, meta)
+    _read_load(row, meta)
     if meta:
         reading.files.append(about)
     reading.rows.append(row)
@@ -112,7 +112,7 @@ def _summed_up(row: ServingRow) -> None:
     )
 
 
-def _asked(row: ServingRow, meta: Mapping[str, Any]) -> None:
+def _read_load(row: ServingRow, meta: Mapping[str, Any]) -> None:
     engine = mapping(meta.get("engine_kwargs"))
     kept = ("tensor_parallel_size", "data_parallel_size", "enable_expert_parallel", "max_num_seqs")
     names = (*kept, "max_num_batched_tokens", "max_model_len", "dtype")

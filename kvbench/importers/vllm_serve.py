@@ -74,19 +74,17 @@ def unknown_lines(block: vllm_result.ResultBlock, file: str) -> list[LeftOut]:
 
 def row_of(block: vllm_result.ResultBlock, lines: Sequence[str], before: int, file: str) -> ServingRow:
     """Return a block's row, with the requested load from the lines after ``before``."""
-    asked = RequestedLoad.before(lines, before, block.line - 1)
+    load = RequestedLoad.before(lines, before, block.line - 1)
     row = ServingRow(
-        Origin(file, block.line, block.last_line, asked.tool),
+        Origin(file, block.line, block.last_line, load.tool),
         dict(block.figures),
-        request_rate=block.request_rate
-        if block.request_rate is not None
-        else rate(asked.get("request_rate")),
-        num_prompts=whole(asked.get("num_prompts")),
-        input_len=whole(asked.get("input_len")),
-        output_len=whole(asked.get("output_len")),
-        settings={key: value for key in _KEPT if (value := asked.get(key)) not in (None, "", "None")},
+        request_rate=block.request_rate if block.request_rate is not None else rate(load.get("request_rate")),
+        num_prompts=whole(load.get("num_prompts")),
+        input_len=whole(load.get("input_len")),
+        output_len=whole(load.get("output_len")),
+        settings={key: value for key in _KEPT if (value := load.get(key)) not in (None, "", "None")},
         unknown=dict(block.unknown),
-        command=asked.command,
+        command=load.command,
     )
     if (max_concurrency := row.figures.pop("max_concurrency", None)) is not None:
         row.settings["max_concurrency"] = int(max_concurrency)
@@ -110,23 +108,23 @@ class RequestedLoad:
     @classmethod
     def before(cls, lines: Sequence[str], first: int, last: int) -> RequestedLoad:
         """Parse lines ``first`` to ``last`` (from 0, ``last`` excluded); later values win."""
-        asked = cls()
+        load = cls()
         place = first
         while place < last:
             text = lines[place].strip()
             if _NAMESPACE.search(text):
                 pairs = {found["key"]: found["value"].strip("'") for found in _PAIR.finditer(text)}
-                asked.tool = "vllm bench serve"
-                asked._take({key: value for key, value in pairs.items() if value != "None"})
+                load.tool = "vllm bench serve"
+                load._take({key: value for key, value in pairs.items() if value != "None"})
             elif _COMMAND.search(text):
                 place, command = _join_command(lines, place, last)
-                asked._command(command)
+                load._command(command)
             elif found := _TRAFFIC.match(text):
-                asked._values["request_rate"] = found["rate"]
+                load._values["request_rate"] = found["rate"]
             elif "=" in text:
-                asked._heading(text)
+                load._heading(text)
             place += 1
-        return asked
+        return load
 
     def _command(self, text: str) -> None:
         """Take only flags with a literal value, not ``$rps`` of a script."""

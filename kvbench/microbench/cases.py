@@ -416,7 +416,7 @@ class Microbench:
             memcpy_gb_per_s=self._memcpy,
             moves_bytes=backend.moves_bytes,
             carried=moved,
-            asked=wanted if backend.nics else {},
+            requested_nics=wanted if backend.nics else {},
         )
         if case.backend == "memcpy":
             self._memcpy = max(self._memcpy or 0.0, record.gb_per_s or 0.0)

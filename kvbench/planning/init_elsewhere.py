@@ -92,7 +92,7 @@ class Elsewhere:
     """Model at ``base_url``, which may serve several."""
 
     @classmethod
-    def asked(cls, hosts: str | None, slurm: bool, ray: bool, base_url: str | None, model: str) -> Elsewhere:
+    def create(cls, hosts: str | None, slurm: bool, ray: bool, base_url: str | None, model: str) -> Elsewhere:
         """Create from options. Raises InputError for several places, or invalid hosts."""
         given = [
             name

@@ -137,7 +137,7 @@ def _all_devices(scenario: Scenario) -> Iterator[str]:
         named |= dict.fromkeys(deployment.slurm.nics)
     for choice in scenario.connectors if named and deployment.engine_options.chooses_transport else ():
         options = choice.options
-        if not (options.reads_nic_variables or options.nics_asked or options.protocol_asked == "tcp"):
+        if not (options.reads_nic_variables or options.requested_nics or options.requested_protocol == "tcp"):
             yield (
                 f"{choice.label} uses all RDMA devices, not the hosts' nics ({', '.join(named)}): Mooncake "
                 "takes them from its option device_name only"

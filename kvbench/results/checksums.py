@@ -318,8 +318,8 @@ def _of_plan(plan: Mapping[str, Any]) -> str:
 
 def require_untouched(run: RunFolder) -> None:
     """Raise StoreError if the scenario changed since the run began: results would be mixed."""
-    asked = run.manifest.get("asked_digests")
-    if isinstance(asked, dict):
+    stored = run.manifest.get("asked_digests")
+    if isinstance(stored, dict):
         # plan.json as it is on disk: load_run makes invisible characters visible.
         plan = read_object(run.path / "plan.json", [])
         try:
@@ -329,7 +329,7 @@ def require_untouched(run: RunFolder) -> None:
             raise StoreError(
                 f"{run.path}/scenario.yaml cannot be read: {error.strerror}", hint=_HINT
             ) from error
-        if changed := [name for name, digest in found.items() if asked.get(name) != digest]:
+        if changed := [name for name, digest in found.items() if stored.get(name) != digest]:
             where = " and ".join(changed)
             raise StoreError(
                 f"{run.path}: the scenario was changed since the run began, in {where}", hint=_HINT

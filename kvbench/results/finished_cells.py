@@ -14,7 +14,7 @@ from kvbench.errors import StoreError
 from kvbench.results.run import CELLS, CellResult, RunFolder
 
 if TYPE_CHECKING:
-    from kvbench.core.canaries.answer_kinds import AskedCanary
+    from kvbench.core.canaries.answer_kinds import CanaryAnswer
     from kvbench.core.canaries.pool import CanaryPool
     from kvbench.core.records import Outputs
 
@@ -46,8 +46,8 @@ class EarlierSessions:
     def check(self, record: TrialRecord, trial_id: str, rate: float, purpose: str) -> None:
         """Raise StoreError if the stored trial is not the one that the search requests."""
         same_rate = math.isclose(record.request_rate, rate, rel_tol=1e-9)
-        as_asked = self.had_failures or (same_rate and record.purpose == purpose)
-        if self.forced or (record.trial_id == trial_id and as_asked):
+        as_requested = self.had_failures or (same_rate and record.purpose == purpose)
+        if self.forced or (record.trial_id == trial_id and as_requested):
             return
         raise StoreError(
             f"the folder's trial {record.trial_id} at {record.request_rate:g} req/s ({record.purpose}) is "
@@ -114,16 +114,16 @@ def canary_pools(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int]
     return found
 
 
-def asked_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[AskedCanary]]:
+def extra_canaries(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[CanaryAnswer]]:
     """Return the additional canary answers in canaries.jsonl, by trial; of an interrupted one that was
     repeated, the last."""
-    from kvbench.core.canaries.answer_kinds import AskedCanary
+    from kvbench.core.canaries.answer_kinds import CanaryAnswer
 
-    found: dict[str, list[AskedCanary]] = {}
+    found: dict[str, list[CanaryAnswer]] = {}
     for row in rows:
         with suppress(KeyError, TypeError, ValueError):
             if "asked" in row:
-                found[str(row["trial_id"])] = [*map(AskedCanary.from_json, row["asked"])]
+                found[str(row["trial_id"])] = [*map(CanaryAnswer.from_json, row["asked"])]
     return found
 
 
@@ -132,9 +132,9 @@ def pool_row(pool: CanaryPool) -> dict[str, Any]:
     return {**pool.to_json(), **_row_of(pool.answers)}
 
 
-def asked_row(trial_id: str, asked: Sequence[AskedCanary]) -> dict[str, Any]:
+def extra_row(trial_id: str, canaries: Sequence[CanaryAnswer]) -> dict[str, Any]:
     """Return additional canary answers as a line of canaries.jsonl."""
-    return {"trial_id": trial_id, "asked": [asdict(canary) for canary in asked]}
+    return {"trial_id": trial_id, "asked": [asdict(canary) for canary in canaries]}
 
 
 def _outputs(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[str, int], Outputs]]:

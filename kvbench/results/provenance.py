@@ -214,12 +214,12 @@ def identity(run: RunFolder) -> dict[str, Any]:
     """Return what must be equal before two runs share a table: the workload and the model. Machine, versions
     and options may differ, to be compared."""
     mark, workload = mark_of(run), resolved(run, "workload")
-    asked = workload if isinstance(workload, Mapping) else {}
+    settings = workload if isinstance(workload, Mapping) else {}
     return {
         "model": model_of(run),
         "engine": mark.word if mark is not None else "real",
         "SLO": slo_of(run).text(),
-        **{f"workload.{key}": value for key, value in asked.items() if key not in _NO_WORKLOAD},
+        **{f"workload.{key}": value for key, value in settings.items() if key not in _NO_WORKLOAD},
     }
 
 

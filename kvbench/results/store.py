@@ -68,7 +68,7 @@ from kvbench.results.checksums import (
     sha256_of,
     sha256_of_file,
 )
-from kvbench.results.finished_cells import EarlierSessions, asked_row, output_row, pool_row
+from kvbench.results.finished_cells import EarlierSessions, extra_row, output_row, pool_row
 from kvbench.results.parquet import TRANSFERS, TransferTable, write_parquet, write_rows
 from kvbench.results.run import (
     CANARIES,
@@ -86,7 +86,7 @@ from kvbench.results.run import (
 from kvbench.version import __version__
 
 if TYPE_CHECKING:
-    from kvbench.core.canaries.answer_kinds import AskedCanary
+    from kvbench.core.canaries.answer_kinds import CanaryAnswer
     from kvbench.core.canaries.pool import CanaryPool
     from kvbench.core.records import Outputs
 
@@ -376,11 +376,11 @@ class RunStore:
         """Store right answers of canaries; a later line replaces an earlier one."""
         self._add_canaries(pool_row(pool))
 
-    def add_asked_canaries(self, trial_id: str, asked: Sequence[AskedCanary]) -> None:
+    def add_extra_canaries(self, trial_id: str, canaries: Sequence[CanaryAnswer]) -> None:
         """Store canary answers requested in addition to a trial's load; a later line replaces an earlier one,
         so a resumed run also stores that there were none."""
-        if asked or self.resumed:
-            self._add_canaries(asked_row(trial_id, asked))
+        if canaries or self.resumed:
+            self._add_canaries(extra_row(trial_id, canaries))
 
     def _add_canaries(self, row: Mapping[str, Any]) -> None:
         with store_errors(self.path):

@@ -62,7 +62,7 @@ class DeployedSite:
         """Latency of a single idle request, or 0 if unknown."""
         self._trace = self.trials.trials.trace
         # A modelled engine always gives the same answer; for a real one the noise is measured.
-        self._asked_again = self.compared and not self.scenario.deployment.engine_options.repeats_exactly
+        self._measures_noise = self.compared and not self.scenario.deployment.engine_options.repeats_exactly
 
     def alone(self, cell: Cell) -> IdleResult:
         """Store the greedy outputs for a resume."""
@@ -131,7 +131,7 @@ class DeployedSite:
             return None, None
         name = f"{cell.key}-end"
         answers = supply.ask("end_of_cell", name)
-        self.store.add_asked_canaries(name, answers)
+        self.store.add_extra_canaries(name, answers)
         pool = supply.pool
         if pool is not supply.judged_by:
             self.store.add_canaries(pool)
@@ -139,7 +139,7 @@ class DeployedSite:
 
     def _greedy(self, input_len: int, output_len: int) -> Outputs:
         prompts = check_prompts(self.scenario.seed, input_len, self.scenario.model.vocab_size)
-        if not self._asked_again:
+        if not self._measures_noise:
             return greedy_outputs(self.deployment.complete, prompts, output_len)
         fresh = self.deployment.reset_caches
         return reference_outputs(self.deployment.complete_scored, prompts, output_len, fresh)

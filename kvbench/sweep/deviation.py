@@ -147,8 +147,8 @@ def label_of(row: LoadRow, scenario: Scenario) -> str:
     for connector in scenario.connectors:
         if connector.tensor_parallel_size not in (None, row.axes.get("tp")):
             continue
-        protocol = connector.options.protocol_asked
-        nics = 0 if protocol is None else len(connector.options.nics_asked)
+        protocol = connector.options.requested_protocol
+        nics = 0 if protocol is None else len(connector.options.requested_nics)
         if (connector.name, protocol) == (row.cell.connector, row.axes.get("protocol")) and (
             row.axes.get("nics") == nics or not nics
         ):

@@ -45,10 +45,10 @@ def nics_of(options: Mapping[str, Any]) -> tuple[TransferNic, ...]:
 
 def protocol_of(options: Mapping[str, Any], protocols: Sequence[str]) -> str:
     """Return the option ``protocol``, or a backend's first one. Raises TransferError for an unknown one."""
-    asked = str(options.get("protocol") or protocols[0])
-    if asked not in protocols:
-        raise TransferError(f"there is no protocol {asked!r} here", hint=f"there are: {', '.join(protocols)}")
-    return asked
+    name = str(options.get("protocol") or protocols[0])
+    if name not in protocols:
+        raise TransferError(f"there is no protocol {name!r} here", hint=f"there are: {', '.join(protocols)}")
+    return name
 
 
 @dataclass(frozen=True)

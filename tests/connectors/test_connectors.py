@@ -110,10 +110,10 @@ def test_what_is_not_asked_is_left_to_nixl_and_its_engine(name: str) -> None:
     plain = connector.options_model()
     assert set(connector.env("decode", plain, 5600)) == {"VLLM_NIXL_SIDE_CHANNEL_PORT", *TELLING}
     assert connector.extra_config("decode", plain) == {"backends": ["UCX"]}
-    assert connector.transport_asked(plain) == ""
-    asked = connector.options_model(ucx_tls="rc,cuda", num_threads=0)
-    assert connector.env("decode", asked, 5600)["UCX_TLS"] == "rc,cuda"
-    assert connector.extra_config("decode", asked)["num_threads"] == 0
+    assert connector.requested_transport(plain) == ""
+    options = connector.options_model(ucx_tls="rc,cuda", num_threads=0)
+    assert connector.env("decode", options, 5600)["UCX_TLS"] == "rc,cuda"
+    assert connector.extra_config("decode", options)["num_threads"] == 0
 
 
 @pytest.mark.parametrize("version", ["0.13.0", "0.17.1", "0.32.0"])
@@ -123,24 +123,24 @@ def test_what_is_not_asked_is_left_to_mooncake_and_its_engine(version: str) -> N
     connector = connectors.get("mooncake").profile(version, options)
     assert not [name for name in connector.env("prefill", options, 8998) if name.startswith("MC_")]
     assert connector.extra_config("prefill", options) == {}
-    assert connector.transport_asked(options) == ""
+    assert connector.requested_transport(options) == ""
 
 
 @pytest.mark.parametrize(
-    ("name", "env", "config", "asked"),
+    ("name", "env", "config", "transport"),
     [
         ("nixl", {"UCX_TLS": "tcp"}, {"backends": ["UCX"], "num_threads": 0}, "tcp"),
         ("mooncake", {"MC_FORCE_TCP": "1"}, {"mooncake_protocol": "tcp", "num_workers": 2}, "tcp"),
     ],
 )
 def test_the_emulated_engine_is_told_what_real_ones_choose(
-    name: str, env: dict[str, str], config: dict[str, Any], asked: str
+    name: str, env: dict[str, str], config: dict[str, Any], transport: str
 ) -> None:
     connector = connectors.get(name)
     settled = connector.options_model().settled()
     assert env.items() <= connector.env("prefill", settled, 8998).items()
     assert connector.extra_config("prefill", settled) == config
-    assert connector.transport_asked(settled) == asked
+    assert connector.requested_transport(settled) == transport
     assert settled.settled() == settled
 
 
@@ -164,6 +164,6 @@ def test_several_connectors_ask_for_what_the_first_one_does() -> None:
     raw = {"device_name": "mlx5_0", "extra_config": {"bootstrap_server_address": "10.0.0.9:8998"}}
     first = connectors.get("mooncake").options_model.model_validate(raw)
     multi = connectors.get("multi").options_model.model_validate({"first": "mooncake", "first_options": raw})
-    for name in ("nics_asked", "protocol_asked", "bootstrap_address"):
+    for name in ("requested_nics", "requested_protocol", "bootstrap_address"):
         assert getattr(multi, name) == getattr(first, name)
-    assert multi.nics_asked == ("mlx5_0",)
+    assert multi.requested_nics == ("mlx5_0",)

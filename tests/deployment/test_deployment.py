@@ -63,8 +63,8 @@ def test_a_cache_that_is_kept_is_asked_for_again_and_then_refused(
         (planned,) = plan_of(scenario).deployments
         launcher = LocalLauncher("test-reset", tmp_path / "logs", tmp_path / "specs")
         with RunningDeployment(scenario, planned, launcher) as deployment:
-            asked = replace(deployment.endpoints, cache_reset_urls=[f"{url}/reset_prefix_cache"])
-            deployment.endpoints = asked
+            endpoints = replace(deployment.endpoints, cache_reset_urls=[f"{url}/reset_prefix_cache"])
+            deployment.endpoints = endpoints
             if refusals < 10**6:
                 deployment.reset_caches()
                 assert Kept.refusals == -1
@@ -76,12 +76,12 @@ def test_a_cache_that_is_kept_is_asked_for_again_and_then_refused(
         server.server_close()
 
 
-@pytest.mark.parametrize(("connector", "version", "asked"), [
+@pytest.mark.parametrize(("connector", "version", "needed"), [
     ("nixl", "0.13.0", True), ("mooncake", "0.13.0", True), ("nccl", "0.13.0", False),
     ("aggregated", "0.13.0", False), ("nixl", "0.24.0", False), ("nixl", "0.32.0", False),
 ])  # fmt: skip
 def test_a_request_lets_an_old_idle_p_free_its_kv_before_a_reset(
-    tmp_path: Path, connector: str, version: str, asked: bool
+    tmp_path: Path, connector: str, version: str, needed: bool
 ) -> None:
     options = json.dumps({"model": "m", "version": version})
     sets = ("deployment.engine=vllm", f"deployment.engine_options={options}", f"connectors=[{connector}]")
@@ -107,7 +107,7 @@ def test_a_request_lets_an_old_idle_p_free_its_kv_before_a_reset(
         server.shutdown()
         server.server_close()
     prefill = [name for name in deployment.endpoints.metrics_urls if name.startswith("prefill")]
-    assert len(keeping) == (len(prefill) if asked else 0)
+    assert len(keeping) == (len(prefill) if needed else 0)
     assert Kept.paths == ["/v1/completions"] * len(keeping) + ["/reset_prefix_cache"]
 
 

@@ -39,7 +39,7 @@ def test_every_pattern_has_a_line() -> None:
 
 @pytest.mark.parametrize("key", LINES)
 def test_each_line_is_told_its_cause(key: str) -> None:
-    (found,) = diagnose([LINES[key]], LogSource(transport_asked="rdma"))
+    (found,) = diagnose([LINES[key]], LogSource(requested_transport="rdma"))
     assert found.key == key
     assert found.cause
     assert found.hint
@@ -49,8 +49,8 @@ def test_each_line_is_told_its_cause(key: str) -> None:
 
 @given(st.permutations(HONEST), st.sampled_from([LogSource(), MOONCAKE, NIXL]))
 def test_honest_lines_tell_nothing(lines: list[str], source: LogSource) -> None:
-    asked = [line for line in lines if "using TCP" not in line or source.transport_asked == "tcp"]
-    assert diagnose(asked, source) == []
+    honest = [line for line in lines if "using TCP" not in line or source.requested_transport == "tcp"]
+    assert diagnose(honest, source) == []
 
 
 @given(st.permutations([*HONEST[:8], LINES["engine_failed_to_start"], LINES["no_room_for_kv"]]))
@@ -304,8 +304,8 @@ def test_a_real_pairs_logs_tell_nothing(name: str, tmp_path: Path) -> None:
     for log in logs:
         lines = log.read_text(errors="replace").splitlines()
         assert len(lines) > 2
-        asked = connector.transport_asked(connector.options_model())
-        assert diagnose(lines, LogSource(log.stem, "emulated", connector.kv_connector, "", asked)) == []
+        transport = connector.requested_transport(connector.options_model())
+        assert diagnose(lines, LogSource(log.stem, "emulated", connector.kv_connector, "", transport)) == []
         assert [diagnosis for diagnosis in diagnose(lines) if diagnosis.key != "mooncake_silent_tcp"] == []
 
 
@@ -352,6 +352,6 @@ KNOWN_WORDS = {
 
 @pytest.mark.parametrize("words", KNOWN_WORDS)
 def test_what_is_known_to_go_wrong_has_a_cause_and_a_mend(words: str) -> None:
-    (found,) = diagnose([words], LogSource(transport_asked="rdma"))
+    (found,) = diagnose([words], LogSource(requested_transport="rdma"))
     assert found.key == KNOWN_WORDS[words]
     assert found.hint

@@ -31,7 +31,7 @@ class Compiling(ThreadingHTTPServer):
         self.compile_s, self.router = compile_s, router
         self.begun: float | None = None
         self.over = threading.Event()
-        self.asked: list[dict[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.choice: dict[str, Any] = CHOICE
 
 
@@ -43,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.asked.append(body)
+        self.server.bodies.append(body)
         status = 200
         if "logprobs" in body:
             self.server.begun = self.server.begun or time.monotonic()
@@ -70,7 +70,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def asked(compile_s: float, *, router: bool = False) -> Iterator[tuple[SingleRequests, Compiling]]:
+def compiling(compile_s: float, *, router: bool = False) -> Iterator[tuple[SingleRequests, Compiling]]:
     server = Compiling(compile_s, router)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
@@ -91,29 +91,29 @@ def asked(compile_s: float, *, router: bool = False) -> Iterator[tuple[SingleReq
 @pytest.mark.parametrize("router", [False, True])
 def test_the_first_log_probabilities_may_take_longer_than_a_request(router: bool) -> None:
     """As with vLLM, which compiles for them; with kvbench's router in between, which answers 504."""
-    with asked(3 * TIMEOUT_S, router=router) as (requests, server):
+    with compiling(3 * TIMEOUT_S, router=router) as (requests, server):
         found = requests.complete([[1, 2], [3, 4]], 2, scored=True)
     assert [completion.text for completion in found] == [" a", " a"]
     assert all(completion.choices for completion in found)
-    assert len(server.asked) > 2
+    assert len(server.bodies) > 2
 
 
 def test_a_server_that_never_tells_them_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_requests, "COMPILE_S", 2 * TIMEOUT_S)
-    with asked(600.0) as (requests, server):
+    with compiling(600.0) as (requests, server):
         with pytest.raises(ServerError, match=r"ReadTimeout.*request_timeout_s is 0\.5"):
             requests.complete([[1, 2]], 2, scored=True)
-        assert 3 <= len(server.asked) <= 5
+        assert 3 <= len(server.bodies) <= 5
 
 
 def test_a_request_without_them_has_its_timeout_and_no_more() -> None:
-    with asked(600.0) as (requests, server):
+    with compiling(600.0) as (requests, server):
         assert requests.complete([[1, 2]], 2)[0].text == " a"
-        assert "logprobs" not in server.asked[0]
+        assert "logprobs" not in server.bodies[0]
 
 
 def test_an_aborted_answer_is_no_right_answer() -> None:
-    with asked(0.0) as (requests, server):
+    with compiling(0.0) as (requests, server):
         server.choice = {"text": "", "finish_reason": "abort"}
         with pytest.raises(ServerError, match="aborted the answer"):
             requests.complete([[1, 2]], 2)

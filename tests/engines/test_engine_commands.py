@@ -21,7 +21,7 @@ from kvbench.core.load.dispatch import BackendSpec
 from kvbench.core.plan.plan import DeploymentPlan
 from kvbench.core.plan.processes import ProcessSpec, shell_script
 from kvbench.core.scenario.scenario import Scenario, parse_scenario
-from kvbench.engines.base import argv_of, asked_version
+from kvbench.engines.base import argv_of, command_version
 from kvbench.engines.vllm import VllmOptions, given_up
 from kvbench.errors import InputError, LaunchError, MissingLibraryError, ScenarioError
 from kvbench.launchers.local import LocalLauncher
@@ -50,12 +50,12 @@ def scenario(
     return parse_scenario(text, "x.yaml", registry(), sets)
 
 
-def deployment_of(asked: Scenario, label: str) -> DeploymentPlan:
-    return next(deployment for deployment in plan_of(asked).deployments if deployment.label == label)
+def deployment_of(case: Scenario, label: str) -> DeploymentPlan:
+    return next(deployment for deployment in plan_of(case).deployments if deployment.label == label)
 
 
-def specs(asked: Scenario, label: str = "nixl") -> dict[str, ProcessSpec]:
-    return {spec.name: spec for spec in process_specs(asked, deployment_of(asked, label))}
+def specs(case: Scenario, label: str = "nixl") -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in process_specs(case, deployment_of(case, label))}
 
 
 def flags(spec: ProcessSpec) -> dict[str, str | None]:
@@ -100,8 +100,8 @@ def test_a_vllm_pair() -> None:
 
 
 def test_the_router_has_as_many_processes_as_are_asked_for() -> None:
-    for asked, expected in ((scenario(), 1), (scenario(router_processes=3), 3)):
-        assert parse_spec(RouterSpec, specs(asked)["router"].spec).processes == expected
+    for case, expected in ((scenario(), 1), (scenario(router_processes=3), 3)):
+        assert parse_spec(RouterSpec, specs(case)["router"].spec).processes == expected
 
 
 def test_a_router_that_sends_to_both_at_once_knows_p_s_engine_id() -> None:
@@ -205,11 +205,11 @@ def test_mistakes_are_named(options: dict[str, Any], message: str) -> None:
 
 
 def test_side_channel_ports_of_all_ranks_are_planned() -> None:
-    asked = scenario(listed="[nccl]", options=without(version="0.13.0"), tensor_parallel_size=4)
-    plan = deployment_of(asked, "nccl")
+    case = scenario(listed="[nccl]", options=without(version="0.13.0"), tensor_parallel_size=4)
+    plan = deployment_of(case, "nccl")
     assert [len(instance.all_side_ports) for instance in plan.instances] == [4, 4]
     assert len(set(plan.ports)) == len(plan.ports) == 1 + 2 * 5
-    router = specs(asked, "nccl")["router"].spec
+    router = specs(case, "nccl")["router"].spec
     assert router["version"] == "0.13.0"
     assert router["decode"][0]["side_address"].endswith(str(plan.instances[1].side_port))
 
@@ -222,16 +222,16 @@ def test_a_bootstrap_server_of_the_users_is_the_one_that_is_asked() -> None:
 
 def test_mooncake_store_enforces_what_is_asked_for_and_nothing_else() -> None:
     for protocol, forced in (("auto", set()), ("tcp", {"MC_FORCE_TCP"}), ("rdma", {"MC_FORCE_HCA"})):
-        asked = scenario(listed=f"[{{name: mooncake_store, protocol: {protocol}}}]")
-        env = specs(asked, "mooncake_store")["decode-0"].env
+        case = scenario(listed=f"[{{name: mooncake_store, protocol: {protocol}}}]")
+        env = specs(case, "mooncake_store")["decode-0"].env
         assert {name for name in env if name.startswith("MC_")} == forced
 
 
 def test_helper_processes_come_first() -> None:
-    asked = scenario(listed="[mooncake_store]")
-    made = specs(asked, "mooncake_store")
+    case = scenario(listed="[mooncake_store]")
+    made = specs(case, "mooncake_store")
     assert list(made) == ["mooncake-master", "prefill-0", "decode-0", "router"]
-    plan = deployment_of(asked, "mooncake_store")
+    plan = deployment_of(case, "mooncake_store")
     file = made["decode-0"].files["MOONCAKE_CONFIG_PATH"]
     assert file["master_server_address"] == f"127.0.0.1:{plan.service_ports[0]}"
 
@@ -247,8 +247,8 @@ def test_helper_processes_come_first() -> None:
     ],
 )
 def test_why_it_cannot_run(options: dict[str, Any], listed: str, expected: str) -> None:
-    asked = scenario(listed=f"[{listed}]", options=options)
-    problem = unusable(asked, deployment_of(asked, listed))
+    case = scenario(listed=f"[{listed}]", options=options)
+    problem = unusable(case, deployment_of(case, listed))
     assert expected in problem.reason
     assert problem.fix or "GPU" in expected
 
@@ -269,16 +269,16 @@ def test_unequal_ranks_that_cannot_work_are_refused(
 ) -> None:
     sizes = {"prefill": {"tensor_parallel_size": prefill}, "decode": {"tensor_parallel_size": decode}}
     options = without(version=version, command=[sys.executable])
-    asked = scenario(listed=f"[{listed}]", options=options, **sizes)
-    problem = unusable(asked, deployment_of(asked, listed))
-    noted = [note for note in plan_of(asked).notes if note.startswith(f"{listed} cannot run: ")]
+    case = scenario(listed=f"[{listed}]", options=options, **sizes)
+    problem = unusable(case, deployment_of(case, listed))
+    noted = [note for note in plan_of(case).notes if note.startswith(f"{listed} cannot run: ")]
     if not expected:
         assert (problem, noted) == (None, [])
         return
     assert expected in problem.reason
     assert expected in noted[0]
     with pytest.raises(InputError, match=r"fewer ranks|equal ranks of P and D"):
-        specs(asked, listed)
+        specs(case, listed)
 
 
 def test_each_versions_word_for_what_became_of_kv_nobody_fetched() -> None:
@@ -299,8 +299,8 @@ def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
         ("[nixl]", [{**efa, "driver": "mlx5_core"}], []),
         ("[{name: nixl, ucx_tls: 'tcp,cuda'}]", [efa], ["tcp_beside_rdma"]),
     ):
-        asked = scenario(listed=listed)
-        found = transport_findings(asked, plan_of(asked), {"": devices})
+        case = scenario(listed=listed)
+        found = transport_findings(case, plan_of(case), {"": devices})
         assert [finding.gate for finding in found] == codes
     assert "ucx_net_devices do nothing" in " ".join(
         engine_warnings(scenario(listed="[{name: nixl, backends: [LIBFABRIC], ucx_net_devices: all}]"))
@@ -308,19 +308,19 @@ def test_ucx_over_efa_is_warned_of_and_libfabric_is_the_way_out() -> None:
 
 
 def test_an_emulated_engine_says_which_connectors_it_cannot_run() -> None:
-    asked = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
+    case = scenario("emulated", "[nixl_push, offloading]", {"timing": "quick"})
     for label in ("nixl_push", "offloading"):
-        problem = unusable(asked, deployment_of(asked, label))
+        problem = unusable(case, deployment_of(case, label))
         assert "emulated engine cannot move KV" in problem.reason
 
 
 def test_hosts_elsewhere_are_printed_only() -> None:
-    asked = scenario(decode_host="10.0.0.2")
-    assert "launch --print" in unusable(asked, deployment_of(asked, "nixl")).fix
+    case = scenario(decode_host="10.0.0.2")
+    assert "launch --print" in unusable(case, deployment_of(case, "nixl")).fix
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"),
+    ("case", "expected"),
     [
         (scenario(options=without(engine_args={"enforce-eager": True})), "CUDA graphs off"),
         (
@@ -351,17 +351,17 @@ def test_hosts_elsewhere_are_printed_only() -> None:
         (scenario("sglang", options={"model": "m"}), "is untested with it"),
     ],
 )
-def test_warnings(asked: Scenario, expected: str) -> None:
-    found = [warning for warning in engine_warnings(asked) if "listen on" not in warning]
+def test_warnings(case: Scenario, expected: str) -> None:
+    found = [warning for warning in engine_warnings(case) if "listen on" not in warning]
     assert len(found) == 1
     assert expected in found[0]
-    assert expected in " ".join(plan_of(asked).notes)
+    assert expected in " ".join(plan_of(case).notes)
 
 
 def test_nothing_is_warned_about_without_need() -> None:
     cpu = without(engine_args={"enforce-eager": True}, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
-    for asked in (scenario(), scenario(options=cpu), scenario(listed="[mooncake, aggregated]")):
-        assert engine_warnings(asked) == []
+    for case in (scenario(), scenario(options=cpu), scenario(listed="[mooncake, aggregated]")):
+        assert engine_warnings(case) == []
     plenty = scenario("vllm", "[nixl]", without(max_num_seqs=20), "search.start_rate=10")
     assert engine_warnings(plenty) == []
 
@@ -375,10 +375,10 @@ def test_nothing_is_warned_about_without_need() -> None:
 )  # fmt: skip
 def test_on_cpus_releases_whose_own_norm_is_wrong_take_torchs(version: str, on_cpus: bool) -> None:
     def config_of(**given: Any) -> str | None:
-        asked = scenario(options=without(version=version, engine_args=given))
-        warned = any("rms_norm" in warning for warning in engine_warnings(asked))
+        case = scenario(options=without(version=version, engine_args=given))
+        warned = any("rms_norm" in warning for warning in engine_warnings(case))
         assert warned == (on_cpus and given == {"compilation_config": {"mode": 0}})
-        return flags(specs(asked)["decode-0"]).get("--compilation-config")
+        return flags(specs(case)["decode-0"]).get("--compilation-config")
 
     assert config_of() == ('{"custom_ops": ["-rms_norm"]}' if on_cpus else None)
     assert config_of(compilation_config={"mode": 0}) == '{"mode": 0}'
@@ -402,25 +402,25 @@ def fake_vllm(tmp_path: Path, body: str) -> tuple[str, ...]:
 
 def test_the_installed_version_is_asked_and_chooses_the_profile(tmp_path: Path) -> None:
     command = fake_vllm(tmp_path, 'echo "noise" >&2; echo asked >> "$0.log"; echo "0.13.0+cu128"')
-    asked = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
-    assert specs(asked, "mooncake")["router"].spec["version"] == "0.13.0+cu128"
-    assert unusable(asked, deployment_of(asked, "mooncake")) is None
+    case = scenario(listed="[mooncake]", options={"model": "m", "command": list(command)})
+    assert specs(case, "mooncake")["router"].spec["version"] == "0.13.0+cu128"
+    assert unusable(case, deployment_of(case, "mooncake")) is None
     assert (tmp_path / "vllm.log").read_text() == "asked\n"  # once in a process's life
 
 
 def test_a_vllm_that_tells_no_version(tmp_path: Path) -> None:
     command = fake_vllm(tmp_path, "echo 'ImportError: libcudart.so.13: cannot open' >&2; exit 1")
     with pytest.raises(LaunchError, match=r"status 1\)\n  ImportError: libcudart"):
-        asked_version(command, {})
+        command_version(command, {})
     with pytest.raises(MissingLibraryError, match="cannot run"):
-        asked_version((str(tmp_path / "none"),), {})
+        command_version((str(tmp_path / "none"),), {})
 
 
 # Sglang
 def test_sglang_commands() -> None:
     listed = "[{name: mooncake, protocol: rdma, device_name: 'mlx5_0,mlx5_1'}, nixl, aggregated]"
-    asked = scenario("sglang", listed, {"model": "m"}, tensor_parallel_size=8)
-    prefill = specs(asked, "mooncake")["prefill-0"]
+    case = scenario("sglang", listed, {"model": "m"}, tensor_parallel_size=8)
+    prefill = specs(case, "mooncake")["prefill-0"]
     assert prefill.argv[:3] == ("python3", "-m", "sglang.launch_server")
     expected = {
         "--model-path": "m", "--disaggregation-mode": "prefill",
@@ -429,16 +429,16 @@ def test_sglang_commands() -> None:
     }  # fmt: skip
     assert expected.items() <= flags(prefill).items()
     assert "--disaggregation-bootstrap-port" in flags(prefill)
-    decode = specs(asked, "nixl")["decode-0"]
+    decode = specs(case, "nixl")["decode-0"]
     assert flags(decode)["--disaggregation-mode"] == "decode"
     assert flags(decode)["--disaggregation-transfer-backend"] == "nixl"
     assert "--disaggregation-bootstrap-port" not in flags(decode)
-    assert not any("disaggregation" in word for word in specs(asked, "aggregated")["aggregated-0"].argv)
+    assert not any("disaggregation" in word for word in specs(case, "aggregated")["aggregated-0"].argv)
     tcp = specs(scenario("sglang", "[{name: mooncake, protocol: tcp}]", {"model": "m"}), "mooncake")
     assert flags(tcp["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake_tcp"
     plain = specs(scenario("sglang", "[mooncake]", {"model": "m"}), "mooncake")
     assert flags(plain["prefill-0"])["--disaggregation-transfer-backend"] == "mooncake"
-    assert specs(asked, "nixl")["router"].spec["version"] == "sglang"
+    assert specs(case, "nixl")["router"].spec["version"] == "sglang"
 
 
 @pytest.mark.parametrize(
@@ -458,8 +458,8 @@ def test_sglang_commands() -> None:
     ],
 )
 def test_sglang_gets_every_option(listed: str, role: str, env: dict[str, str]) -> None:
-    asked = scenario("sglang", f"[{listed}]", {"model": "m"})
-    spec = specs(asked, asked.connectors[0].label)[f"{role}-0"]
+    case = scenario("sglang", f"[{listed}]", {"model": "m"})
+    spec = specs(case, case.connectors[0].label)[f"{role}-0"]
     opts = {key.removeprefix("SGLANG_DISAGGREGATION_"): value for key, value in spec.env.items()}
     given = {key: text for key, text in opts.items() if key.startswith(("MC_", "MOONCAKE", "NIXL", "T", "Q"))}
     assert given == env
@@ -483,11 +483,11 @@ def test_sglang_gets_every_option(listed: str, role: str, env: dict[str, str]) -
 )
 def test_an_option_without_effect_is_refused(engine: str, listed: str, words: str) -> None:
     if engine == "sglang":
-        asked = scenario("sglang", f"[{listed}]", {"model": "m"})
+        case = scenario("sglang", f"[{listed}]", {"model": "m"})
     else:
-        asked = scenario(listed=f"[{listed}]", options={"model": "m", "version": engine})
+        case = scenario(listed=f"[{listed}]", options={"model": "m", "version": engine})
     with pytest.raises(InputError, match=words):
-        specs(asked, asked.connectors[0].label)
+        specs(case, case.connectors[0].label)
 
 
 def test_sglang_warns_of_variables_that_override_options() -> None:
@@ -497,8 +497,8 @@ def test_sglang_warns_of_variables_that_override_options() -> None:
 
 
 def test_sglang_is_not_passed_off_as_tried() -> None:
-    asked = scenario("sglang", options={"model": "m"})
-    assert "is untested with it" in unusable(asked, deployment_of(asked, "nixl")).reason
+    case = scenario("sglang", options={"model": "m"})
+    assert "is untested with it" in unusable(case, deployment_of(case, "nixl")).reason
 
 
 # Printing

@@ -153,17 +153,17 @@ def test_an_outside_server_is_never_started(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("_outside")
 def test_an_outside_engine_is_planned_checked_and_simulated_by_what_it_tells() -> None:
-    asked = scenario("own", {"batch": 40}, "[aggregated, {name: mooncake, device_name: mlx5_0}]")
-    plan = plan_of(asked)
+    case = scenario("own", {"batch": 40}, "[aggregated, {name: mooncake, device_name: mlx5_0}]")
+    plan = plan_of(case)
     names = {"prefill-0": ("own", "/w"), "decode-0": ("own", "/w")}
-    argvs = {spec.name: spec.argv for spec in process_specs(asked, plan.deployments[1])}
+    argvs = {spec.name: spec.argv for spec in process_specs(case, plan.deployments[1])}
     assert {name: argvs[name] for name in names} == names
-    assert model_check(asked).detail.startswith("/w does not exist")
+    assert model_check(case).detail.startswith("/w does not exist")
     gpus = [{"index": "0", "name": "NVIDIA H200", "memory_bytes": 141 * 2**30}]
-    assert [check.name for check in memory_checks(asked, plan, gpus)] == ["gpus", "gpu memory"]
-    config = engine_config(asked)
-    assert (config.max_num_seqs, config.block_tokens) == (slots_of(asked), 64) == (40, 64)
-    (_, mooncake) = asked.connectors
-    assert mooncake.options.protocol_asked == "auto"  # a real engine chooses for itself
-    known = surroundings(asked, connectors.get("mooncake"), mooncake.options)
-    assert (known["nics_asked"], known["engines_here"]) == (("mlx5_0",), True)
+    assert [check.name for check in memory_checks(case, plan, gpus)] == ["gpus", "gpu memory"]
+    config = engine_config(case)
+    assert (config.max_num_seqs, config.block_tokens) == (slots_of(case), 64) == (40, 64)
+    (_, mooncake) = case.connectors
+    assert mooncake.options.requested_protocol == "auto"  # a real engine chooses for itself
+    known = surroundings(case, connectors.get("mooncake"), mooncake.options)
+    assert (known["requested_nics"], known["engines_here"]) == (("mlx5_0",), True)

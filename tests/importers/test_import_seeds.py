@@ -88,10 +88,10 @@ def test_every_figure_of_the_notes(tmp_path: Path, where: str) -> None:
 
 def test_the_notes_say_who_how_and_on_what(tmp_path: Path) -> None:
     run = run_of(tmp_path, "notes.txt")
-    asked = [
+    rows = [
         (t.cell.connector, t.cell.input_len, t.request_rate, t.summary["planned"]) for t in run.other_trials
     ]
-    assert asked == [
+    assert rows == [
         ("mooncake", 1024, 80.0, 400), ("mooncake", 4096, 72.0, 360), ("mooncake", 8192, 65.0, 325),
         ("mooncake", 16384, 60.0, 300), ("mooncake", 32768, 45.0, 225),
         ("nixl", 1024, 80.0, 400), ("nixl", 4096, 72.0, 360), ("nixl", 8192, 65.0, 325),

@@ -34,7 +34,7 @@ from kvbench.sweep.sweep import deployed_sweep
 
 REASON = no_hosts_reason()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
-asked = pytest.mark.skipif(
+on_request = pytest.mark.skipif(
     os.environ.get("KVBENCH_TEST_SSH", "") != "1", reason="takes a minute: `make test-ssh` runs it"
 )
 GONE_S = 15.0
@@ -338,7 +338,7 @@ def another_host_is_not_gone_on_with(run: RunFolder) -> None:
     assert gone_on.manifest["sessions"][-1]["differs"][0].startswith("host b, hostname: elsewhere then")
 
 
-@asked
+@on_request
 @needs_hosts
 def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: Path) -> None:
     """The cable is pulled in the middle of a trial, and is in again for the next connector."""
@@ -367,7 +367,7 @@ def test_a_lost_host_ends_its_cell_and_the_next_goes_on(hosts: Hosts, tmp_path: 
     assert tagged_processes(run) == []
 
 
-@asked
+@on_request
 @needs_hosts
 def test_a_frozen_process_on_a_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
     running = Running("launch", str(written(hosts, tmp_path, ["tcp"])))
@@ -384,7 +384,7 @@ def test_a_frozen_process_on_a_host_is_named(hosts: Hosts, tmp_path: Path) -> No
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), GONE_S)
 
 
-@asked
+@on_request
 @needs_hosts
 def test_kill_9_leaves_nothing_on_any_host(hosts: Hosts, tmp_path: Path) -> None:
     path = written(hosts, tmp_path, ["tcp"])
@@ -398,7 +398,7 @@ def test_kill_9_leaves_nothing_on_any_host(hosts: Hosts, tmp_path: Path) -> None
     wait_until(lambda: not any(list((hosts.folder / "work" / name).iterdir()) for name in "abc"), GONE_S)
 
 
-@asked
+@on_request
 @needs_hosts
 @pytest.mark.native
 def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_mooncake_and_nixl_move_kv_between_the_hosts(hosts: Hosts, tmp_path: Pat
     assert all(cell.equal_outputs for cell in run.other_cells if cell.cell.connector != "aggregated")
 
 
-@asked
+@on_request
 @needs_hosts
 def test_what_runs_is_listed_and_stopped_and_hosts_are_looked_at(hosts: Hosts, tmp_path: Path) -> None:
     path = written(hosts, tmp_path, ["tcp"])

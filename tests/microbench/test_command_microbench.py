@@ -27,7 +27,7 @@ from kvbench.transfer.parts.usable import movers
 QUICK = ("--backend", "null,tcp", "--block-size", "4K,64K", "--batch-size", "4", "--seconds", "0.05")
 
 
-def asked(**options: object) -> list[tuple[int, int]]:
+def cases(**options: object) -> list[tuple[int, int]]:
     """(block bytes, batch) of each case that the options ask of tcp."""
     given = MicrobenchOptions(backend="tcp", op="write", **options)  # type: ignore[arg-type]
     found = ask(given, lambda: MOVERS, MicrobenchPlaces.of(given))
@@ -35,9 +35,9 @@ def asked(**options: object) -> list[tuple[int, int]]:
 
 
 def test_sizes_and_batches_multiply_where_they_are_given() -> None:
-    assert asked(block_size="4K,8K", batch_size="1..2") == [(4096, 1), (4096, 2), (8192, 1), (8192, 2)]
-    assert asked(block_size="4K") == [(4096, 1)]
-    assert len(asked()) == 4
+    assert cases(block_size="4K,8K", batch_size="1..2") == [(4096, 1), (4096, 2), (8192, 1), (8192, 2)]
+    assert cases(block_size="4K") == [(4096, 1)]
+    assert len(cases()) == 4
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from kvbench.transfer.parts.usable import movers_on
 
 REASON = no_hosts_reason()
 needs_hosts = pytest.mark.skipif(bool(REASON), reason=REASON)
-asked = pytest.mark.skipif(
+on_request = pytest.mark.skipif(
     os.environ.get("KVBENCH_TEST_SSH", "") != "1", reason="takes a minute: `make test-ssh` runs it"
 )
 QUICK = ("--op", "write", "--block-size", "64K", "--batch-size", "4", "--seconds", "0.05")
@@ -85,7 +85,7 @@ def test_all_pairs_are_measured_and_a_lost_host_costs_only_its_own(hosts: Hosts,
     assert all(list((hosts.folder / "work" / name).iterdir()) == [] for name in "ab")
 
 
-@asked
+@on_request
 @needs_hosts
 @pytest.mark.native
 def test_mooncake_and_nixl_between_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_mooncake_and_nixl_between_two_hosts(hosts: Hosts, tmp_path: Path) -> No
     assert all(row.verified and 0 < (row.gb_per_s or 0) < 0.14 for row in rows), done.text
 
 
-@asked
+@on_request
 @needs_hosts
 def test_a_cable_that_is_pulled_costs_the_rest_of_its_pairs(hosts: Hosts, tmp_path: Path) -> None:
     path = written(tmp_path, {name: hosts.section(name) for name in "abc"})

@@ -85,12 +85,12 @@ def test_a_server_that_is_up_is_written_planned_and_examined(tmp_path: Path) -> 
 
 def test_one_place_is_asked_for_at_a_time() -> None:
     with pytest.raises(InputError, match="exclude each other"):
-        Elsewhere.asked("a,b", True, False, None, "")
+        Elsewhere.create("a,b", True, False, None, "")
     with pytest.raises(InputError, match="comma-separated names"):
-        Elsewhere.asked(" , ", False, False, None, "")
+        Elsewhere.create(" , ", False, False, None, "")
     with pytest.raises(InputError, match="--base-url"):
-        Elsewhere.asked(None, False, False, "ftp://x", "")
-    assert not Elsewhere.asked(None, False, False, None, "")
+        Elsewhere.create(None, False, False, "ftp://x", "")
+    assert not Elsewhere.create(None, False, False, None, "")
 
 
 def test_a_host_that_is_loopback_here_keeps_its_name() -> None:
@@ -118,7 +118,7 @@ def test_one_scenario_compares_all_on_equal_gpus() -> None:
     assert gpus == {f"{name}-tp{size}": 2 * size for name in names for size in (4, 8)}
     nixl, mooncake = (scenario.deployed(f"{name}-tp8") for name in names[1:])
     assert nixl.hosts == mooncake.hosts
-    assert mooncake.hosts["p"].nics == scenario.connector_options("mooncake-tp8").nics_asked
+    assert mooncake.hosts["p"].nics == scenario.connector_options("mooncake-tp8").requested_nics
 
 
 def test_a_port_that_is_taken_is_said_before_anything_else() -> None:

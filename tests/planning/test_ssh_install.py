@@ -17,7 +17,7 @@ from kvbench.planning.install_hosts import Install, build_wheel, install_command
 from kvbench.version import __version__
 
 REASON = no_hosts_reason()
-asked = pytest.mark.skipif(
+on_request = pytest.mark.skipif(
     os.environ.get("KVBENCH_TEST_SSH", "") != "1", reason="takes a minute: `make test-ssh` runs it"
 )
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,7 +50,7 @@ def test_wheels_are_packed_as_they_are(tmp_path: Path) -> None:
     assert prepare(Install(wheel), out).wheels is None
 
 
-@asked
+@on_request
 def test_a_build_leaves_nothing_beside_the_sources(tmp_path: Path) -> None:
     before = sorted(path.name for path in ROOT.iterdir())
     assert build_wheel(tmp_path).name.startswith(f"kvbench-{__version__}-")
@@ -58,7 +58,7 @@ def test_a_build_leaves_nothing_beside_the_sources(tmp_path: Path) -> None:
     assert not (ROOT / "build").exists()
 
 
-@asked
+@on_request
 @pytest.mark.skipif(bool(REASON), reason=REASON)
 @pytest.mark.timeout(900)
 def test_a_host_without_a_registry_gets_all_it_needs(tmp_path: Path) -> None:

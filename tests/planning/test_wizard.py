@@ -30,7 +30,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def asked(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
+def run_init(folder: Path, answers: list[str], *words: str) -> tuple[int, str]:
     """Runs init at a terminal of its own and types the answers, each when it is asked for."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -108,7 +108,7 @@ def test_a_file_is_replaced_only_with_force(tmp_path: Path) -> None:
 def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path) -> None:
     engine = ["emulated"] if "vllm" in look_around().engines else []
     answers = [*engine, "tinny", "qwen3-8b", "tcp", "512, 2048", "1", "32", "-5", "300", "20"]
-    status, shown = asked(tmp_path, answers, "mine.yaml")
+    status, shown = run_init(tmp_path, answers, "mine.yaml")
     assert status == 0, shown
     assert "a preset" in shown
     assert "a whole number from 2:" in shown
@@ -122,7 +122,7 @@ def test_answers_go_into_the_file_and_wrong_ones_are_asked_again(tmp_path: Path)
 
 
 def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:
-    status, shown = asked(tmp_path, [CTRL_C], "mine.yaml")
+    status, shown = run_init(tmp_path, [CTRL_C], "mine.yaml")
     assert status == 130
     assert "interrupted" in shown
     assert list(tmp_path.iterdir()) == []

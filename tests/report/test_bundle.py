@@ -147,8 +147,8 @@ def test_it_says_what_was_removed_and_what_was_left_out(planted: Path) -> None:
 
 
 def test_words_asked_for_go_too_and_logs_can_stay_behind(planted: Path) -> None:
-    asked = BundleOptions(planted.parent.parent / "words.tar.gz", also=("Qwen3",), without_logs=True)
-    files = list(everything(bundle(planted, asked).archive))
+    options = BundleOptions(planted.parent.parent / "words.tar.gz", also=("Qwen3",), without_logs=True)
+    files = list(everything(bundle(planted, options).archive))
     assert not any(name.endswith(".log") for name, _ in files)
     assert not any("qwen3" in text.lower() for _, text in files)
 

@@ -54,9 +54,9 @@ def listed_rates(folder: Path, seed: int, connectors: tuple[str, ...] = ("moonca
     return load_run(store.path)
 
 
-def printed(paths: list[Path], **asked: object) -> str:
+def printed(paths: list[Path], **options: object) -> str:
     out = io.StringIO()
-    compare.command(paths, CompareOptions(**asked), Console(file=out, width=160))  # type: ignore[arg-type]
+    compare.command(paths, CompareOptions(**options), Console(file=out, width=160))  # type: ignore[arg-type]
     return out.getvalue()
 
 
@@ -95,9 +95,9 @@ def test_columns_are_called_as_in_the_page(pr10884: RunFolder) -> None:
 
 @pytest.mark.parametrize("axis", ["connector", "protocol", "nics", "tp", "input_len", "rate"])
 def test_rows_are_sorted_and_grouped_by_any_axis(pr10884: RunFolder, axis: str) -> None:
-    asked = CompareOptions(by=axis, group=axis, sort=("rate",))
-    compared = compare_runs([pr10884], asked)
-    groups = rows_page(compared, asked).tables
+    options = CompareOptions(by=axis, group=axis, sort=("rate",))
+    compared = compare_runs([pr10884], options)
+    groups = rows_page(compared, options).tables
     levels = [{row[axis] for row in table.rows} for table in groups]
     assert all(len(level) == 1 for level in levels)
     assert len(groups) == len({next(iter(level)) for level in levels})
@@ -174,11 +174,11 @@ def test_searched_rates_stand_with_their_interval(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [CompareOptions(by="colour"), CompareOptions(sort=("colour",)), CompareOptions(format="xls")]
+    "options", [CompareOptions(by="colour"), CompareOptions(sort=("colour",)), CompareOptions(format="xls")]
 )
-def test_unknown_axes_and_formats_are_named(notes: RunFolder, asked: CompareOptions) -> None:
+def test_unknown_axes_and_formats_are_named(notes: RunFolder, options: CompareOptions) -> None:
     with pytest.raises(InputError) as caught:
-        compare.command([notes.path], asked, Console(file=io.StringIO()))
+        compare.command([notes.path], options, Console(file=io.StringIO()))
     assert "there are:" in (caught.value.hint or "")
 
 

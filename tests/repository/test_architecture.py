@@ -130,9 +130,9 @@ def by_name(tree: ast.Module) -> Iterator[str]:
 def test_what_differs_between_engines_is_asked_of_their_options() -> None:
     modules = {str(path.relative_to(PACKAGE)): path for path in MODULES}
     found = {
-        name: asked
+        name: checks
         for name, path in modules.items()
-        if not name.startswith(MAY_NAME_ENGINES) and (asked := list(by_name(tree_of(path))))
+        if not name.startswith(MAY_NAME_ENGINES) and (checks := list(by_name(tree_of(path))))
     }
     assert found == {}
 

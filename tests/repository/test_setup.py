@@ -193,13 +193,13 @@ def test_what_the_tests_lack_is_installed_and_starts_no_service(
     undo = f"printf '#!/bin/sh\\necho \"$@\" >> {bare.parent}/undone\\n' > {bare}/systemctl"
     apt_get(bare, f"cd {bare}; touch sshd nft; {undo}; chmod 755 sshd nft systemctl")
     setup_tests.set_up(force=False)
-    asked = (bare.parent / "asked").read_text()
-    assert asked == "install -y --no-install-recommends nftables openssh-server\n"
+    calls = (bare.parent / "asked").read_text()
+    assert calls == "install -y --no-install-recommends nftables openssh-server\n"
     assert (bare.parent / "may_start").read_text() == "101\n"
     assert not (bare.parent / "policy-rc.d").exists()
     assert (bare.parent / "undone").read_text() == "disable ssh.service ssh.socket\n"
     setup_tests.set_up(force=False)
-    assert (bare.parent / "asked").read_text() == asked
+    assert (bare.parent / "asked").read_text() == calls
     assert "will be skipped" not in capsys.readouterr().out
 
 
@@ -214,13 +214,13 @@ def test_what_the_tests_cannot_have_is_said_and_not_tried_again(
     printed = capsys.readouterr().out
     assert "tests that need nft, sshd will be skipped: E: no network" in printed
     assert "apt-get install nftables openssh-server" in printed
-    asked = (bare.parent / "asked").read_text()
-    assert asked.splitlines()[1] == "update"
+    calls = (bare.parent / "asked").read_text()
+    assert calls.splitlines()[1] == "update"
     setup_tests.set_up(force=False)
     assert "will be skipped: an earlier make test" in capsys.readouterr().out
-    assert (bare.parent / "asked").read_text() == asked
+    assert (bare.parent / "asked").read_text() == calls
     setup_tests.set_up(force=True)
-    assert (bare.parent / "asked").read_text() == 2 * asked
+    assert (bare.parent / "asked").read_text() == 2 * calls
 
 
 def test_without_the_right_to_install_it_is_only_said(
@@ -381,8 +381,8 @@ def test_what_was_skipped_for_want_of_what_stands_above_the_last_line(
     (tmp_path / "test_skips.py").write_text(SKIPS)
     pytest_args = ["-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-ra", *workers]
     done = python_in(tmp_path, *pytest_args, PYTHONPATH=f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}")
-    *before, asked, lacks, one, last = done.stdout.splitlines()
-    assert asked == "not asked for: 1 tests that have make targets of their own (make help)"
+    *before, not_requested, lacks, one, last = done.stdout.splitlines()
+    assert not_requested == "not asked for: 1 tests that have make targets of their own (make help)"
     assert lacks == "skipped for want of what this machine lacks: 3 tests"
     assert one == "  3 × there is no sshd here: apt-get install openssh-server"
     assert "1 passed, 5 skipped" in last

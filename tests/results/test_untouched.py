@@ -215,5 +215,5 @@ def test_the_command_for_failed_cells_is_one_line(tmp_path: Path) -> None:
     out = io.StringIO()
     words: Any = lambda _display: Failing()  # noqa: E731
     carry_out(store, 1, Console(file=out, width=80), words)
-    asked = f"next: kvbench sweep --resume {store.path}  (measures the failed cells again)"
-    assert asked in out.getvalue().splitlines()
+    hint = f"next: kvbench sweep --resume {store.path}  (measures the failed cells again)"
+    assert hint in out.getvalue().splitlines()

@@ -102,14 +102,14 @@ class EngineProcess:
             self.process.send_signal(signal.SIGSTOP)
             stack.callback(self.process.send_signal, signal.SIGCONT)
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
-            asked = []
+            opened = []
             for prompt in prompts:
                 connection = http.client.HTTPConnection("127.0.0.1", self.spec["port"], timeout=60)
                 stack.callback(connection.close)
                 connection.request("POST", "/v1/completions", json.dumps(greedy(prompt, max_tokens, **more)))
-                asked.append(connection)
+                opened.append(connection)
             self.process.send_signal(signal.SIGCONT)
-            replies = [((reply := connection.getresponse()).status, reply.read()) for connection in asked]
+            replies = [((reply := connection.getresponse()).status, reply.read()) for connection in opened]
         assert {status for status, _ in replies} == {200}, replies
         return [json.loads(body)["choices"][0]["token_ids"] for _, body in replies]
 
@@ -226,8 +226,8 @@ class Pair:
 
     def refused(self, body: Mapping[str, Any], answer: Any, name: str, words: str) -> None:
         """Ask D for what P answered; it must fail with these words."""
-        asked = self.connector.decode_request(body, answer, name, self.peer())
-        self.decode.refused(asked, 500, words)
+        request = self.connector.decode_request(body, answer, name, self.peer())
+        self.decode.refused(request, 500, words)
 
     def post(self, body: Mapping[str, Any]) -> httpx.Response:
         """One request through both."""

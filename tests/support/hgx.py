@@ -55,8 +55,8 @@ def write_smi(folder: Path, count: int) -> None:
     ]
     path = folder / "nvidia-smi"
     (folder / "topology").write_text(topology())
-    asked = f'[ "$1" = topo ] && exec cat "{folder / "topology"}"'
-    path.write_text(f"#!/bin/sh\n{asked}\ncat <<'EOF'\n" + "\n".join(rows) + "\nEOF\n")
+    topo = f'[ "$1" = topo ] && exec cat "{folder / "topology"}"'
+    path.write_text(f"#!/bin/sh\n{topo}\ncat <<'EOF'\n" + "\n".join(rows) + "\nEOF\n")
     path.chmod(0o755)
 
 

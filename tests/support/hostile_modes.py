@@ -139,10 +139,10 @@ class Hostile:
         with connection:
             connection.settimeout(5)
             try:
-                asked = connection.recv(65536)
-                if not asked:  # a spare connection that nobody used
+                request = connection.recv(65536)
+                if not request:  # a spare connection that nobody used
                     return
-                mode = asked.split(b"/")[1].decode()
+                mode = request.split(b"/")[1].decode()
                 for piece in self._modes[mode]():
                     connection.sendall(piece)
                     if self._over.is_set() or (not piece and self._gone(connection)):

@@ -83,8 +83,8 @@ class Taped:
 
     def unbroken(self, results: Path) -> Path:
         """From beginning to end; returns the folder, and fills the tape."""
-        asked: dict[str, Any] = {"rate": self.fixed.rate} if self.fixed else {}
-        store = create_store(results, self.scenario, self._source, self.plan, "simulate", asked)
+        options: dict[str, Any] = {"rate": self.fixed.rate} if self.fixed else {}
+        store = create_store(results, self.scenario, self._source, self.plan, "simulate", options)
         self._run(store)
         return store.path
 

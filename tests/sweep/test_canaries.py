@@ -28,7 +28,7 @@ from kvbench.planning.overrides import CliOptions, resolve
 from kvbench.processes.loadgen.plan import planned_requests, plant_canaries
 from kvbench.report import compare
 from kvbench.report.findings.notes import checked_lines, run_tally
-from kvbench.results.finished_cells import asked_canaries, canary_pools
+from kvbench.results.finished_cells import canary_pools, extra_canaries
 from kvbench.results.run import CANARIES, RunFolder, load_run
 from kvbench.results.store import RunStore
 from kvbench.sweep import simulate
@@ -76,8 +76,8 @@ def test_all_of_it_is_in_the_folder_and_computed_once_more(measured: tuple[str, 
     _, run = measured
     (pool,) = canary_pools(run.canaries).values()
     assert (pool.label, pool.proof) == ("aggregated", "reference")
-    assert pool.under_load.asked > 0
-    assert set(asked_canaries(run.canaries)) >= {f"{result.cell.key}-end" for result in run.cells}
+    assert pool.under_load.compared > 0
+    assert set(extra_canaries(run.canaries)) >= {f"{result.cell.key}-end" for result in run.cells}
     found = audit(run.path)
     assert found.sound, found.damages
 
@@ -128,8 +128,8 @@ def with_tallies(run: Path, target: Path, **tally: object) -> Path:
 
 def compared(runs: Sequence[RunFolder], format_: str) -> str:
     shown = io.StringIO()
-    asked = compare.CompareOptions(format=format_)
-    assert compare.command([run.path for run in runs], asked, Console(file=shown, width=200)) == 0
+    options = compare.CompareOptions(format=format_)
+    assert compare.command([run.path for run in runs], options, Console(file=shown, width=200)) == 0
     return shown.getvalue()
 
 
@@ -223,12 +223,12 @@ def test_where_kv_is_held_there_are_fewer_and_none_twice() -> None:
     server = Server()
     supply = supply_of(server)
     server._held = True
-    asked: list[int] = []
+    canaries: list[int] = []
     for number in range(1, 12):
         at = supply.places(*offered(number)).at
-        asked += at.values()
+        canaries += at.values()
         supply._fresh = [canary for canary in supply._fresh if canary not in at.values()]
-    assert len(asked) == len(set(asked))
+    assert len(canaries) == len(set(canaries))
 
 
 def test_without_anybody_to_empty_caches_few_are_asked_again_and_again() -> None:
@@ -242,7 +242,7 @@ def test_without_anybody_to_empty_caches_few_are_asked_again_and_again() -> None
 def test_a_server_that_tells_nothing_of_its_noise_is_asked_again_beside_others() -> None:
     pool = supply_of(Server(), scored=True).judged_by
     alone, together = pool.answers.repeats
-    assert (len(alone.texts), together.texts, pool.noise.asked) == (8, pool.answers.texts, 8 + len(pool))
+    assert (len(alone.texts), together.texts, pool.noise.compared) == (8, pool.answers.texts, 8 + len(pool))
     assert pool.noise.exact
 
 
@@ -377,14 +377,14 @@ def test_the_found_rate_is_the_same_on_virtual_time(tmp_path: Path) -> None:
 def test_what_is_asked_beside_the_load_is_at_most_half_the_share() -> None:
     server = Server()
     supply = supply_of(server)
-    asked = sent = 0
+    canaries = sent = 0
     for number in range(1, 12):
         records = [RequestRecord(f"r{place}", 0.0, 64, 8, sent_s=0.0) for place in range(300)]
         supply.used(records)
         sent += len(records)
-        asked += len(supply.ask("after_trial", f"trial-{number}"))
-    asked += len(supply.ask("end_of_cell", "end"))
-    assert 11 < asked <= 0.01 * sent
+        canaries += len(supply.ask("after_trial", f"trial-{number}"))
+    canaries += len(supply.ask("end_of_cell", "end"))
+    assert 11 < canaries <= 0.01 * sent
 
 
 def test_a_trace_keeps_its_lengths_and_canaries_share_no_prompt() -> None:

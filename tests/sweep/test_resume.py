@@ -408,16 +408,16 @@ def test_what_an_earlier_cell_taught_after_failing_is_no_other_search(broken: Pa
     """It failed, a later cell began without its rate, and it is measured before that one goes on."""
     folder = copied(broken, tmp_path)
     record = load_run(folder).all_trials[0]
-    asked = (record.trial_id, record.request_rate * 2, record.purpose)
+    requested = (record.trial_id, record.request_rate * 2, record.purpose)
     with pytest.raises(StoreError, match="is not the trial that the search requests"):
-        earlier_sessions(load_run(folder), "fixed").check(record, *asked)
+        earlier_sessions(load_run(folder), "fixed").check(record, *requested)
     lost = second_cell(folder)
     with RunStore.reopen(folder) as store:
         store.put_cell({"cell": lost, "status": "failed", "reason": "decode-0 has ended"})
         store.put_cell({"cell": lost, "status": "done"})
-    earlier_sessions(load_run(folder), "fixed").check(record, *asked)
+    earlier_sessions(load_run(folder), "fixed").check(record, *requested)
     with pytest.raises(StoreError, match="is not the trial that the search requests"):
-        earlier_sessions(load_run(folder), "fixed").check(record, "another-02", *asked[1:])
+        earlier_sessions(load_run(folder), "fixed").check(record, "another-02", *requested[1:])
 
 
 def test_a_reasons_lines_of_a_log_stay_lines_of_their_own(broken: Path, tmp_path: Path) -> None:

@@ -25,16 +25,16 @@ def limits(most: int = 30) -> SearchLimits:
 
 def run(strategy: Strategy, capacities: dict[str, float]) -> list[Probe]:
     """Tries rates against systems that hold each tier up to a rate."""
-    asked = []
+    probes = []
     while (ask := strategy.ask()) is not None:
-        asked.append(ask)
+        probes.append(ask)
         verdicts: dict[str, VerdictKind] = {
             tier: "met" if ask.rate <= capacity else "missed" for tier, capacity in capacities.items()
         }
         tiers = {tier: {"verdict": verdict} for tier, verdict in verdicts.items() if tier}
         strategy.tell(record(ask, next(iter(verdicts.values())), tiers=tiers))
-        assert len(asked) < 100
-    return asked
+        assert len(probes) < 100
+    return probes
 
 
 def test_one_rate_and_listed_rates_are_asked_once() -> None:
@@ -53,9 +53,9 @@ def test_burst_is_bisected() -> None:
 def test_tiers_share_their_trials() -> None:
     alone = sum(len(run(Tiered({"": RateSearch(limits())}), {"": rate})) for rate in (20, 33))
     both = Tiered({"fast": RateSearch(limits()), "slow": RateSearch(limits())})
-    asked = run(both, {"fast": 20, "slow": 33})
-    assert [ask.tier for ask in asked] == sorted(ask.tier for ask in asked)  # the strictest first
-    assert len(asked) < alone
+    probes = run(both, {"fast": 20, "slow": 33})
+    assert [ask.tier for ask in probes] == sorted(ask.tier for ask in probes)  # the strictest first
+    assert len(probes) < alone
     answers = both.answers()
     assert answers["fast"]["max_request_rate"] == pytest.approx(20, rel=0.06)
     assert answers["slow"]["max_request_rate"] == pytest.approx(33, rel=0.06)

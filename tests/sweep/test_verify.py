@@ -32,7 +32,7 @@ pytestmark = pytest.mark.timeout(600)
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 SLOW = "deployment.engine_options.time_scale=4"
 """A slow engine serves few requests in a trial, so that a run is soon verified."""
-ASKED = (
+OVERRIDES = (
     *("connectors=[tcp]", "workload.input_len=[128]", "search.max_trials=3", SLOW),
     *("slo.ttft_ms=800", "slo.tpot_ms=80", "search.compare_burst=true", "seed=1"),
 )
@@ -46,7 +46,7 @@ TIERS = (
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a search and bursts."""
-    return simulate.simulated(CliOptions("quickstart", ASKED), tmp_path_factory.mktemp("whole"))
+    return simulate.simulated(CliOptions("quickstart", OVERRIDES), tmp_path_factory.mktemp("whole"))
 
 
 @pytest.fixture

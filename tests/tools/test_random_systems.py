@@ -103,8 +103,8 @@ def test_every_system_is_within_the_family(seed: int, index: int) -> None:
     )
     assert slo.has_limits
     assert min(slo.shares) >= 0.5
-    asked = roots.criteria(system.slo)
-    assert len(asked) == len(system.slo.limits or (1,))
+    criteria = roots.criteria(system.slo)
+    assert len(criteria) == len(system.slo.limits or (1,))
     if system.batch is not None:
         load = system.workload
         assert system.batch.kv_tokens > load.input_len + load.output_len

@@ -94,7 +94,7 @@ def _watched(lie: str, gate: str, rate: float = 30.0, **spec: Any) -> Case:
     return replace(_foreign(lie, gate, *_MANY, **spec), watched=True, rate=rate)
 
 
-_ASKED_IDLE: Final = 40
+_IDLE_REQUESTS: Final = 40
 """No fewer than a bench asks of an idle server, before any load: canaries, each more than once. More would
 spare the trial's own canaries."""
 FOREIGN: Final = CliOptions(input_len="512", output_len=64, tpot_ms=1000)
@@ -154,8 +154,8 @@ CASES: Final[tuple[Case, ...]] = (
     _foreign("cut_prompt", "wrong_prompt_length", kind="wrong_prompt", prompt_off=16 - 512),
     _foreign("canned_answers", "same_answers", kind="canned"),
     _foreign("nothing_computed", "impossible_answers", first_token_s=0.0, gap_s=0.0),
-    _watched("stale_kv", "wrong_answers", kind="stale", spared=_ASKED_IDLE),
-    _watched("some_canned", "wrong_answers", kind="canned", every=2, spared=_ASKED_IDLE),
+    _watched("stale_kv", "wrong_answers", kind="stale", spared=_IDLE_REQUESTS),
+    _watched("some_canned", "wrong_answers", kind="canned", every=2, spared=_IDLE_REQUESTS),
     _watched("canned_when_idle", "wrong_answers", kind="canned", every=2),
     # Another user's answer in 5 % of cases, once more requests are under way, idle ones included.
     _watched("swapped_above_4", "repeated_answers", 60, kind="stale", every=20, in_flight=4),

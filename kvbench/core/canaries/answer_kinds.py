@@ -103,7 +103,7 @@ When = Literal["load", "after_trial", "end_of_cell", "idle"]
 
 
 @dataclass(frozen=True)
-class AskedCanary:
+class CanaryAnswer:
     """A canary answer requested besides a load. Times in seconds since the trial's start."""
 
     number: int
@@ -114,7 +114,7 @@ class AskedCanary:
     when: When = "after_trial"
 
     @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> AskedCanary:
+    def from_json(cls, row: Mapping[str, Any]) -> CanaryAnswer:
         """Parse a row. Raises KeyError, TypeError or ValueError if it is malformed."""
         if row["when"] not in get_args(When):
             raise ValueError(f"when is {str(row['when'])[:40]!r}")
@@ -197,7 +197,7 @@ class CanaryResult:
 def judge_canaries(
     pool: CanaryPool,
     records: Sequence[RequestRecord],
-    asked: Iterable[AskedCanary] = (),
+    extra: Iterable[CanaryAnswer] = (),
     *,
     of_reference: bool = False,
     repeated: bool = False,
@@ -205,13 +205,13 @@ def judge_canaries(
     """Judge all canaries of a trial. ``records``: all its requests."""
     judge = _Judge(pool, records)
     judged = [judge.judge_record(record) for record in records if record.canary is not None]
-    judged += [judge.judge_asked(canary) for canary in asked]
+    judged += [judge.judge_extra(canary) for canary in extra]
     answered = [canary for canary in judged if canary.kind != "unanswered"]
     certain = [answer for answer in answered if answer.kind in CERTAIN]
     garbage = [answer for answer in answered if answer.kind == "garbage"]
     noise = noise_of(pool.answers) if of_reference else pool.noise
     doubtful: Sequence[JudgedCanary] = ()
-    exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).asked)
+    exact = noise.exact and (bool(pool.answers.choices) or not noise_of(pool.answers).compared)
     if of_reference:
         doubtful = garbage
     elif not exact:
@@ -275,7 +275,7 @@ def noise_under_load(pool: CanaryPool, results: Iterable[CanaryResult]) -> Canar
     seen, known = list(results), pool.under_load
     nats = max((result.noisy_nats for result in seen if result.noisy_nats is not None), default=None)
     under = Noise(
-        known.asked + sum(result.checked for result in seen),
+        known.compared + sum(result.checked for result in seen),
         known.differed + sum(result.noisy for result in seen),
         max((gap for gap in (known.nats, nats) if gap is not None), default=None),
     )
@@ -295,89 +295,89 @@ class _Judge:
     def judge_record(self, record: RequestRecord) -> JudgedCanary:
         number = record.canary or 0
         ended_s = record.last_token_s if record.last_token_s is not None else record.scheduled_s
-        asked = AskedCanary(
+        canary = CanaryAnswer(
             number, record.text, record.request_id, record.sent_s or record.scheduled_s, ended_s, "load"
         )
         if not self._has_answer(number) or (not record.ok and record.error != "wrong_length"):
-            return self._result(asked, "unanswered")
-        return self._judge(asked, record)
+            return self._result(canary, "unanswered")
+        return self._judge(canary, record)
 
-    def judge_asked(self, asked: AskedCanary) -> JudgedCanary:
-        known = self._has_answer(asked.number)
-        return self._judge(asked, None) if known else self._result(asked, "unanswered")
+    def judge_extra(self, canary: CanaryAnswer) -> JudgedCanary:
+        known = self._has_answer(canary.number)
+        return self._judge(canary, None) if known else self._result(canary, "unanswered")
 
     def _has_answer(self, number: int) -> bool:
         """Return whether a right answer is usable: an empty one would match the beginning of every text."""
         return number < len(self._pool) and bool(self._pool.right(number))
 
-    def _judge(self, asked: AskedCanary, record: RequestRecord | None) -> JudgedCanary:
-        right, text = self._pool.right(asked.number), asked.text
+    def _judge(self, canary: CanaryAnswer, record: RequestRecord | None) -> JudgedCanary:
+        right, text = self._pool.right(canary.number), canary.text
         if text.startswith(right):
-            return self._result(asked, "right")
-        kind, owner = self._owner(asked, record)
+            return self._result(canary, "right")
+        kind, owner = self._owner(canary, record)
         at_char = _common_length(right, text)
         if not kind:
             kind = "cut" if at_char == len(text) else "garbage"
-        gap = self._gap(asked) if kind == "garbage" else None
+        gap = self._gap(canary) if kind == "garbage" else None
         return replace(
-            self._result(asked, kind),
+            self._result(canary, kind),
             whose=owner,
             at_char=at_char,
             answer=text,
             expected=right,
-            around=around(self._records, asked.sent_s, asked.ended_s, asked.request_id),
+            around=around(self._records, canary.sent_s, canary.ended_s, canary.request_id),
             gap_nats=gap,
         )
 
-    def _result(self, asked: AskedCanary, kind: Kind) -> JudgedCanary:
-        return JudgedCanary(asked.number, asked.request_id, kind, asked.when, round(asked.sent_s, 4))
+    def _result(self, canary: CanaryAnswer, kind: Kind) -> JudgedCanary:
+        return JudgedCanary(canary.number, canary.request_id, kind, canary.when, round(canary.sent_s, 4))
 
-    def _owner(self, asked: AskedCanary, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
+    def _owner(self, canary: CanaryAnswer, record: RequestRecord | None) -> tuple[Kind | Literal[""], str]:
         """Return kind and owner of an answer that belongs to another prompt; both empty if it does not."""
-        text = asked.text
+        text = canary.text
         number = next((n for right, n in self._identifying.items() if text.startswith(right)), None)
         if number is not None:
             owners = [answer for answer in self._records if answer.canary == number]
-            return self._by_owners(asked, owners) or ("stale", f"that of canary prompt {number}")
+            return self._by_owners(canary, owners) or ("stale", f"that of canary prompt {number}")
         if record is None or record.text_crc is None:
             return "", ""
         # Other prompts are not stored, only the checksum of each answer's text.
         same = self._by_text.get((record.text_crc, record.text_bytes or 0), [])
         others = [answer for answer in same if answer.request_id != record.request_id]
         if others and len(others) < max(2, len(self._records) // 10):
-            return self._by_owners(asked, others) or ("", "")
-        other = self._recipient(asked)
+            return self._by_owners(canary, others) or ("", "")
+        other = self._recipient(canary)
         return ("another_prompt", f"crossed with {other.request_id}") if other is not None else ("", "")
 
     def _by_owners(
-        self, asked: AskedCanary, owners: Sequence[RequestRecord]
+        self, canary: CanaryAnswer, owners: Sequence[RequestRecord]
     ) -> tuple[Literal["another_prompt", "stale"], str] | None:
         """Return "another_prompt" if an owner was in flight at the same time, else "stale"; and the owner."""
         for owner in owners:
             ended_s = owner.last_token_s
-            if ended_s is None or ended_s >= asked.sent_s:
+            if ended_s is None or ended_s >= canary.sent_s:
                 return "another_prompt", f"that of {owner.request_id}"
         if owners:
             last = max(owners, key=lambda owner: owner.last_token_s or 0.0)
-            ago = asked.sent_s - (last.last_token_s or 0.0)
+            ago = canary.sent_s - (last.last_token_s or 0.0)
             return "stale", f"that of {last.request_id}, which had ended {ago:.2f} s before"
         return None
 
-    def _recipient(self, asked: AskedCanary) -> RequestRecord | None:
+    def _recipient(self, canary: CanaryAnswer) -> RequestRecord | None:
         """Return another request that got this canary's answer."""
-        if not self._pool.whole(asked.number):
+        if not self._pool.whole(canary.number):
             return None
-        right = self._pool.right(asked.number)
+        right = self._pool.right(canary.number)
         key = _checksum(right)
         same = self._by_text.get(key, []) if right in self._identifying else []
-        return next((record for record in same if record.request_id != asked.request_id), None)
+        return next((record for record in same if record.request_id != canary.request_id), None)
 
-    def _gap(self, asked: AskedCanary) -> float | None:
+    def _gap(self, canary: CanaryAnswer) -> float | None:
         answers = self._pool.answers
         repeats = (repeat.texts for repeat in answers.repeats)
-        if any(asked.number < len(texts) and texts[asked.number] == asked.text for texts in repeats):
+        if any(canary.number < len(texts) and texts[canary.number] == canary.text for texts in repeats):
             return 0.0
-        return departure(answers.choices[asked.number], asked.text) if answers.choices else None
+        return departure(answers.choices[canary.number], canary.text) if answers.choices else None
 
 
 def around(records: Sequence[RequestRecord], sent_s: float, ended_s: float, request_id: str = "") -> str:

@@ -102,8 +102,8 @@ class CanaryPool:
             for number, others, text in changed
             if len(others) > 1 and self.lengths[number][1] >= LONG_TOKENS and len(text) >= LONG_BYTES
         ]
-        asked_again = sum(len(answers) > 1 for answers in texts)
-        least = max(LEAST_SHARED, math.ceil(SHARED_SHARE * asked_again))
+        repeated = sum(len(answers) > 1 for answers in texts)
+        least = max(LEAST_SHARED, math.ceil(SHARED_SHARE * repeated))
         enough = len({number for number, _, _ in shared}) >= least
         return (*single, *(shared if enough else ()))
 
@@ -130,9 +130,9 @@ class CanaryPool:
         }
         if self.places:
             row |= {"places": list(self.places), "lengths": [list(length) for length in self.lengths]}
-        if self.under_load.asked:
+        if self.under_load.compared:
             row["under_load"] = {
-                "asked": self.under_load.asked,
+                "asked": self.under_load.compared,
                 "differed": self.under_load.differed,
                 "nats": self.under_load.nats,
             }
@@ -191,7 +191,7 @@ def joined(one: Noise, other: Noise) -> Noise:
     """Return both combined: answers add up, the larger gap change counts."""
     nats = [noise.nats for noise in (one, other) if noise.nats is not None]
     return Noise(
-        one.asked + other.asked,
+        one.compared + other.compared,
         one.differed + other.differed,
         max(nats) if nats else None,
         one.close if one.close is not None else other.close,

@@ -199,10 +199,12 @@ def suspicious(rows: Sequence[LoadRow]) -> list[Statement]:
 
 def _other_rates(rows: Sequence[LoadRow]) -> Iterable[Statement]:
     """Report scripts whose rates differ from the measured ones."""
-    rows = [row for row in rows if row.asked_rate and row.request_rate and row.asked_rate != row.request_rate]
+    rows = [
+        row for row in rows if row.script_rate and row.request_rate and row.script_rate != row.request_rate
+    ]
     if not rows:
         return
-    places = "; ".join(f"{row.place()}, script: {figure_text(row.asked_rate)}" for row in rows)
+    places = "; ".join(f"{row.place()}, script: {figure_text(row.script_rate)}" for row in rows)
     yield Statement(
         "suspicious",
         "other_rates",

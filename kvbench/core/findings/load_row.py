@@ -69,7 +69,7 @@ class LoadRow:
     method: str = ""
     origin: str = ""
     name: str = ""
-    asked_rate: float | None = None
+    script_rate: float | None = None
     """Rate in the script next to an imported result."""
     answer: str = ""
     """Text of the search's answer, if this row supports it."""

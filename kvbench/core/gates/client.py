@@ -103,11 +103,11 @@ def _traffic(evidence: Evidence) -> Iterator[str]:
     moved = evidence.kv_bytes
     if moved is None or not evidence.engines_here:
         return
-    rdma = evidence.transport_asked.lower() in RDMA_TRANSPORTS
+    rdma = evidence.requested_transport.lower() in RDMA_TRANSPORTS
     data = {
         name: nic
         for name, nic in evidence.nics.items()
-        if not nic.loopback and (name in evidence.nics_asked or (rdma and nic.kind == "rdma"))
+        if not nic.loopback and (name in evidence.requested_nics or (rdma and nic.kind == "rdma"))
     }
     # Sender and receiver are both here: each byte of KV is counted going out and coming in.
     foreign = sum(nic.sent_bytes + nic.received_bytes for nic in data.values()) - 2 * moved

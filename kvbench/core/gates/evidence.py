@@ -319,8 +319,8 @@ class Evidence:
     one request of this cell; None if nothing moves or the size is unknown. ``kv_bytes_tolerance``: bytes of
     it that need not move (a last, partial block). ``kv_bytes_certain``: the size follows from the running
     engine, not only from the scenario. ``kv_may_expire``: cancelled requests so far, whose KV may expire in
-    this trial. ``transport_asked``: requested transports, comma-separated. ``stopped_as``: the live verdict
-    that ended the trial early, if any. ``logged``: diagnoses of the processes' logs. ``nics_asked``: NICs
+    this trial. ``requested_transport``: transports, comma-separated. ``stopped_as``: the live verdict
+    that ended the trial early, if any. ``logged``: diagnoses of the processes' logs. ``requested_nics``: NICs
     requested for the KV. ``engines_here``: all engines run on this machine. ``kv_line_rate``: bytes per
     second that the NICs of one instance carry at most. ``prefill_work``: FLOP of a prompt; ``prefill_flops``:
     peak FLOP/s of all prefill instances together."""
@@ -335,7 +335,7 @@ class Evidence:
     kv_bytes_tolerance: float = 0.0
     kv_bytes_certain: bool = True
     kv_may_expire: float = 0.0
-    transport_asked: str = ""
+    requested_transport: str = ""
     transport_ran: str = ""
     logged_transports: Sequence[LoggedTransport] = ()
     """Transports that the processes' logs prove."""
@@ -355,7 +355,7 @@ class Evidence:
     recorded: Sequence[Finding] | None = None
     """Findings of a stored trial, for gates whose evidence is gone."""
     router: RouterFigures = field(default_factory=RouterFigures)
-    nics_asked: Sequence[str] = ()
+    requested_nics: Sequence[str] = ()
     engines_here: bool = False
     hosts_watched: bool = False
     """Whether ``host`` covers the engines' machines and knows their processes."""

@@ -346,9 +346,9 @@ NEEDS: Final[Mapping[Gate, Need]] = {
     transfer.kv_failures: Need((KV_LOSSES,), _is_pair),
     transfer.kv_expired: Need((KV_LOSSES,), _is_pair),
     transfer.wrong_transport: Need(
-        (TRANSPORT,), lambda e: bool(e.transport_asked) or (e.disaggregated and e.engines_here)
+        (TRANSPORT,), lambda e: bool(e.requested_transport) or (e.disaggregated and e.engines_here)
     ),
-    transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.nics_asked)),
+    transfer.wrong_nics: Need((NICS,), lambda evidence: bool(evidence.requested_nics)),
     work.warm_cache: Need((KNOWN_REUSE, HITS)),
     work.prefill_skipped: Need((FRESH_PROMPTS, PROMPT_COUNTS)),
     work.decode_recomputed: Need((BY_SOURCE,), lambda evidence: _is_pair(evidence) and evidence.whole_prompt),

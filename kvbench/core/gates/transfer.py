@@ -59,14 +59,14 @@ def plain_transport(name: str) -> str:
     return bare.rpartition(":")[2]
 
 
-def _is_among(ran: str, asked: Sequence[str]) -> bool:
+def _is_among(ran: str, names: Sequence[str]) -> bool:
     """Return whether a transport was requested, by itself or by its family."""
-    return any(ran == name or ran.startswith((f"{name}_", *_UCX_FAMILIES.get(name, ()))) for name in asked)
+    return any(ran == name or ran.startswith((f"{name}_", *_UCX_FAMILIES.get(name, ()))) for name in names)
 
 
-def is_another_transport(ran: str, asked: str) -> bool:
+def is_another_transport(ran: str, requested: str) -> bool:
     """Return whether a transport ran that was not requested. An empty request allows all."""
-    names = [name.strip().lower() for name in asked.split(",") if name.strip()]
+    names = [name.strip().lower() for name in requested.split(",") if name.strip()]
     if not names or "auto" in names or "all" in names:
         return False
     return any(not _is_among(plain_transport(name), names) for name in ran.split(",") if name.strip())
@@ -80,28 +80,28 @@ def wrong_transport(evidence: Evidence) -> Finding | None:
     TCP, refuses the trial unless only TCP was requested. limits: counters count only if the engines run on
     this machine, and from 1 MB of KV; loopback inside one RDMA device may be missing from its counters.
     Between hosts without RDMA, unrequested TCP is a warning."""
-    asked = [name.strip().lower() for name in evidence.transport_asked.split(",") if name.strip()]
-    free = not asked or "auto" in asked or "all" in asked
+    requested = [name.strip().lower() for name in evidence.requested_transport.split(",") if name.strip()]
+    free = not requested or "auto" in requested or "all" in requested
     logged = ",".join(name for transport in evidence.logged_transports for name in transport.transports)
     for ran in dict.fromkeys((evidence.transport_ran, logged)):
-        if is_another_transport(ran, evidence.transport_asked):
+        if is_another_transport(ran, evidence.requested_transport):
             return Finding(
                 "wrong_transport",
                 "invalid",
-                f"the KV moved over {ran}, but {evidence.transport_asked} was requested",
+                f"the KV moved over {ran}, but {evidence.requested_transport} was requested",
                 "see `kvbench doctor` and the transfer library's log for the reason",
-                {"asked": evidence.transport_asked, "ran": ran},
+                {"asked": evidence.requested_transport, "ran": ran},
             )
-    return _slow_fallback(evidence, asked) or (
-        _unrequested_tcp(evidence) if free else _not_over_rdma(evidence, asked)
+    return _slow_fallback(evidence, requested) or (
+        _unrequested_tcp(evidence) if free else _not_over_rdma(evidence, requested)
     )
 
 
-def _slow_fallback(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
+def _slow_fallback(evidence: Evidence, requested: Sequence[str]) -> Finding | None:
     """Report a log that proves a slow fallback (TCP, or copying by both CPUs) unless only TCP was requested.
     vllm-project/vllm issue 52607: UCX writes remote GPU memory of one node over cuda_ipc and reads it over
     TCP, at 0.5 instead of 49 GB/s; all requests are answered."""
-    if [name for name in asked if name not in _LOCAL_TRANSPORTS] == ["tcp"]:
+    if [name for name in requested if name not in _LOCAL_TRANSPORTS] == ["tcp"]:
         return None
     for log in evidence.logged_transports:
         over_tcp = {plain_transport(name) for name in log.transports} == {"tcp"}
@@ -117,7 +117,7 @@ def _slow_fallback(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
             f"{log.process}'s KV moves over {log.text()}{at}: the transfer library found no better "
             "transport, and TCP was not requested",
             _FALLBACK_ADVICE[log.gpu and log.operation == "read" and log.between == "intra-node"],
-            {**asdict(log), "asked": evidence.transport_asked, "bytes_per_s": rate},
+            {**asdict(log), "asked": evidence.requested_transport, "bytes_per_s": rate},
         )
     return None
 
@@ -169,27 +169,28 @@ def _busiest_interface(evidence: Evidence) -> tuple[str, float]:
     )
 
 
-def _not_over_rdma(evidence: Evidence, asked: Sequence[str]) -> Finding | None:
+def _not_over_rdma(evidence: Evidence, requested: Sequence[str]) -> Finding | None:
     """Report that RDMA was requested, but its counters show no KV."""
-    network = [name for name in asked if name not in _LOCAL_TRANSPORTS]
+    network = [name for name in requested if name not in _LOCAL_TRANSPORTS]
     only_rdma = network and all(name.partition("_")[0] in RDMA_TRANSPORTS for name in network)
     moved = evidence.kv_bytes or 0.0
     if not only_rdma or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES:
         return None
     devices = [nic for nic in evidence.nics.values() if nic.kind == "rdma"]
-    over_rdma = sum(nic.most_bytes for nic in devices)
-    if devices and over_rdma >= 0.5 * moved:
+    total = sum(nic.most_bytes for nic in devices)
+    if devices and total >= 0.5 * moved:
         return None
     name, over_ip = _busiest_interface(evidence)
     by_ip = over_ip >= 0.5 * moved
-    where = f"{over_rdma / 1e6:.1f} MB went over RDMA devices" if devices else "this host has no RDMA device"
+    where = f"{total / 1e6:.1f} MB went over RDMA devices" if devices else "this host has no RDMA device"
     return Finding(
         "wrong_transport",
         "invalid" if by_ip or not devices else "warning",
-        f"{evidence.transport_asked} was requested and {evidence.transport_ran or 'nothing'} reported, but "
-        f"of {moved / 1e6:.1f} MB of KV {where}" + (f", and {name} carried {over_ip / 1e6:.1f} MB" * by_ip),
+        f"{evidence.requested_transport} was requested and {evidence.transport_ran or 'nothing'} reported, "
+        f"but of {moved / 1e6:.1f} MB of KV {where}"
+        + (f", and {name} carried {over_ip / 1e6:.1f} MB" * by_ip),
         "see `kvbench doctor` for RDMA devices and their state, or force RDMA (MC_FORCE_HCA, UCX_TLS)",
-        {"asked": evidence.transport_asked, "kv_bytes": moved, "rdma_bytes": over_rdma, "ip_bytes": over_ip},
+        {"asked": evidence.requested_transport, "kv_bytes": moved, "rdma_bytes": total, "ip_bytes": over_ip},
     )
 
 
@@ -198,26 +199,26 @@ def wrong_nics(evidence: Evidence) -> Finding | None:
     device during the trial; a NIC with less than a tenth of its equal share carried no KV; another RDMA
     device with more than a tenth of the KV carried some of it, unless it has other traffic. limits: as for
     the transport; other traffic hides it."""
-    asked, moved = list(evidence.nics_asked), evidence.kv_bytes or 0.0
-    if not asked or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(asked):
+    names, moved = list(evidence.requested_nics), evidence.kv_bytes or 0.0
+    if not names or not evidence.engines_here or not evidence.nics or moved < LEAST_BYTES * len(names):
         return None
-    share = evidence.limits.nic_share * moved / len(asked)
-    carried = {name: nic.most_bytes if (nic := evidence.nics.get(name)) else 0.0 for name in asked}
-    idle = [name for name in asked if carried[name] < share]
+    share = evidence.limits.nic_share * moved / len(names)
+    carried = {name: nic.most_bytes if (nic := evidence.nics.get(name)) else 0.0 for name in names}
+    idle = [name for name in names if carried[name] < share]
     least = evidence.limits.nic_share * moved
-    others = {name: nic.most_bytes for name, nic in evidence.nics.items() if name not in asked}
+    others = {name: nic.most_bytes for name, nic in evidence.nics.items() if name not in names}
     busy = {name: most for name, most in others.items() if most >= least}
     if not idle and all(evidence.nics[name].kind != "rdma" for name in busy):
         return None
-    seen = busy or len(idle) < len(asked)  # else no NIC shows the bytes, so counters may miss them
+    seen = busy or len(idle) < len(names)  # else no NIC shows the bytes, so counters may miss them
     return Finding(
         "wrong_nics",
         "invalid" if idle and seen else "warning",
-        f"{len(asked) - len(idle)} of {len(asked)} requested NICs carried KV"
+        f"{len(names) - len(idle)} of {len(names)} requested NICs carried KV"
         + (f"; nothing on {', '.join(idle)}" if idle else "")
         + "".join(f"; {name}, not requested, carried {most / 1e6:.1f} MB" for name, most in busy.items()),
         "check names, links and routes; UCX and Mooncake skip NICs that they cannot reach",
-        {"asked": asked, "bytes": carried, "others": others, "kv_bytes": moved},
+        {"asked": names, "bytes": carried, "others": others, "kv_bytes": moved},
     )
 
 

@@ -164,12 +164,12 @@ SIGNIFICANCE: Final = 0.05
 
 @dataclass(frozen=True)
 class Noise:
-    """Differences between a server's answers to the same prompts. ``asked`` answers were compared with the
+    """Differences between a server's answers to the same prompts. ``compared`` answers were compared with the
     first ones, ``differed`` of them had another text. ``nats``: the most that the gap between a token and its
     rival changed; None without log-probabilities. ``close``: the share of tokens whose gap is within
     ``MARGIN`` of that."""
 
-    asked: int = 0
+    compared: int = 0
     differed: int = 0
     nats: float | None = None
     close: float | None = None
@@ -185,20 +185,20 @@ class Noise:
 
 
 def noise_of(reference: Outputs) -> Noise:
-    asked = differed = 0
+    compared = differed = 0
     changes: list[float] = []
     for again in reference.repeats:
         for index, text in enumerate(again.texts):
-            asked += 1
+            compared += 1
             differed += text != reference.texts[index]
             if reference.choices and again.choices:
                 changes += gap_changes(reference.choices[index], again.choices[index])
     if not changes:
-        return Noise(asked, differed)
+        return Noise(compared, differed)
     nats = max(changes)
     gaps = [gap for one in reference.choices for choice in one if (gap := gap_of(choice)) is not None]
     close = sum(gap <= MARGIN * nats for gap in gaps) / len(gaps) if gaps else None
-    return Noise(asked, differed, nats, close)
+    return Noise(compared, differed, nats, close)
 
 
 def gap_of(choice: TokenChoice) -> float | None:
@@ -250,7 +250,7 @@ def departure(choices: Sequence[TokenChoice], text: str) -> float | None:
 def chance(differ: int, of: int, noise: Noise) -> float:
     """Return the probability of at least ``differ`` different texts of ``of`` if they differ as often as the
     reference's own (Fisher's exact test, one-sided)."""
-    total, marked = of + noise.asked, differ + noise.differed
+    total, marked = of + noise.compared, differ + noise.differed
     ways = sum(
         math.comb(marked, k) * math.comb(total - marked, of - k) for k in range(differ, min(of, marked) + 1)
     )

@@ -199,7 +199,7 @@ class ConnectorOptions(BaseModel):
         return self
 
     @property
-    def protocol_asked(self) -> str | None:
+    def requested_protocol(self) -> str | None:
         """The requested protocol, if the connector has such an option."""
         return None
 
@@ -209,7 +209,7 @@ class ConnectorOptions(BaseModel):
         return ""
 
     @property
-    def nics_asked(self) -> tuple[str, ...]:
+    def requested_nics(self) -> tuple[str, ...]:
         """The requested NICs; empty if the library chooses."""
         return ()
 

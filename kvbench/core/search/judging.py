@@ -39,7 +39,7 @@ class TrialWatch:
     ) -> None:
         tiers = scenario.slo.by_tier() if tiers is None else tiers
         self._tiers = dict(tiers) if plan.searched and not plan.ceiling else {}
-        self._asked = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
+        self._tier = plan.tier if plan.tier in self._tiers else next(iter(self._tiers), "")
         self.decisions: dict[str, Decision] = {}
         self._saturation = offered.saturation
         self._saturation_ends_s: NDArray[np.float64] = np.empty(0)
@@ -67,7 +67,7 @@ class TrialWatch:
 
     @property
     def decision(self) -> Decision | None:
-        return self.decisions.get(self._asked)
+        return self.decisions.get(self._tier)
 
     @property
     def main_decision(self) -> Decision | None:
@@ -256,8 +256,8 @@ def evidence_of(scenario: Scenario, trial: PlannedTrial, load: LoadResult, seen:
 def _verdict(
     scenario: Scenario, trial: PlannedTrial, evidence: Evidence, load: LoadResult, decision: Decision | None
 ) -> tuple[VerdictKind, str, list[Finding]]:
-    asked = scenario.slo.given and not trial.plan.ceiling
-    verdict, reason, findings = joined_verdict(trial.plan.method, evidence, decision, searched=asked)
+    searched = scenario.slo.given and not trial.plan.ceiling
+    verdict, reason, findings = joined_verdict(trial.plan.method, evidence, decision, searched=searched)
     if decision is None and load.reason == "stopped" and verdict in ("met", "missed"):
         return "undecided", "the trial ended before this could be decided", findings
     return verdict, reason, findings

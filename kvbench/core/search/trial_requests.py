@@ -68,7 +68,7 @@ class TrialRequests:
         what came later is left out, since the load was gone. So are failed requests; if more than
         ``FEW_FAILED`` failed, the trial ends at the first of them."""
         order = np.argsort(columns["scheduled_s"], kind="stable")
-        arrived_s, first_s, last_s, got, asked, untimed = (columns[name][order] for name in COLUMNS[:-1])
+        arrived_s, first_s, last_s, got, requested, untimed = (columns[name][order] for name in COLUMNS[:-1])
         errors = columns["error"][order]
         cancelled = errors == "cancelled"
         failed = (errors != "") & ~cancelled
@@ -77,7 +77,7 @@ class TrialRequests:
         kept = (arrived_s < end_s) & ~failed
         first_s = np.where(first_s <= end_s, first_s, math.nan)
         last_s = np.where((last_s <= end_s) & ~cancelled, last_s, math.nan)
-        tokens = np.maximum(np.where(np.isnan(last_s), asked - 1, got - untimed), 0.0)
+        tokens = np.maximum(np.where(np.isnan(last_s), requested - 1, got - untimed), 0.0)
         whole = arrived_s[kept], first_s[kept], last_s[kept], tokens[kept]
         return cls(rate, end_s, *whole, burstiness, int(failed.sum()))
 

@@ -323,14 +323,14 @@ def sharegpt_corpus(rows: Iterable[CorpusRow]) -> Corpus:
     """Return ShareGPT's conversations, except those without an answer. Raises InputError."""
     sessions, silent = [], 0
     for row in rows:
-        known, asked, lengths = 0, False, []
+        known, prompted, lengths = 0, False, []
         for message in row.rows("conversations"):
             tokens = _tokens(message.text("value"))
-            if asked and message.values.get("from") in _ANSWERS:
+            if prompted and message.values.get("from") in _ANSWERS:
                 lengths.append(_Lengths(known, tokens, 0.0))
-                asked = False
+                prompted = False
             else:
-                asked = True
+                prompted = True
             known += tokens
         if lengths:
             sessions.append(_session(row.name("id", otherwise=row.where), 0.0, lengths))

@@ -78,7 +78,7 @@ class BlockingHandOff:
             return
         flow = queue.popleft()
         assert flow.first is not None
-        flow.asked = True
+        flow.kv_requested = True
         if flow.first.busy:
             self._after_step.setdefault(flow.first, []).append(flow)
         else:
@@ -232,18 +232,18 @@ class SimulatedTrial:
         self._waiting[index] = None
         self._open += 1
         self._at(scheduled + load.timeout_s, self._time_out, flow)
-        asked = self.now + over.router_ms / 1e3
+        routed_s = self.now + over.router_ms / 1e3
         overhead_s = self.system.timing.overhead_s(self.system.time_scale, prompt)
         if self._first is None:
-            self._at(asked + over.front_end_ms / 1e3 + overhead_s, self._to_last, flow)
+            self._at(routed_s + over.front_end_ms / 1e3 + overhead_s, self._to_last, flow)
             return
         whole.remote_kv = True
         flow.part = EngineRequest(record.request_id, prompt, 1, hashes=list(hashes), hold_kv=True)
         flow.first = self._first.engine_for(index, session)
         self._flow_of[flow.part] = flow
         record.router_received_s = self.now + over.router_ms / 2e3
-        record.prefill_sent_s = asked
-        self._at(asked + over.front_end_ms / 2e3 + overhead_s, self._to_first, flow)
+        record.prefill_sent_s = routed_s
+        self._at(routed_s + over.front_end_ms / 2e3 + overhead_s, self._to_first, flow)
         if self.system.dispatch == "concurrent":
             self._ask_decode(flow)
 
@@ -282,7 +282,7 @@ class SimulatedTrial:
         flow.record.prefill_answered_s = answered
         if self.system.dispatch == "sequential":
             self._at(answered + over.turn_ms / 1e3, self._after_answer, flow)
-        elif flow.asked:
+        elif flow.kv_requested:
             self._move(flow)
 
     def _after_answer(self, flow: Flow) -> None:
@@ -292,7 +292,7 @@ class SimulatedTrial:
     # -- KV ---------------------------------------------------------------------------------------
 
     def _load_kv(self, flow: Flow) -> None:
-        flow.asked = True
+        flow.kv_requested = True
         if flow.prefilled:
             self._move(flow)
 

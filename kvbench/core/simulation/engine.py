@@ -237,7 +237,7 @@ class Flow:
     in_first: bool = False
     in_last: bool = False
     prefilled: bool = False
-    asked: bool = False
+    kv_requested: bool = False
     moving: bool = False
 
 

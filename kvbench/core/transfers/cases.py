@@ -272,13 +272,13 @@ def _of_backend(
 def _protocols(axes: Axes, backend: BackendCapabilities) -> Iterator[tuple[str, str, bool]]:
     """Yield (protocol, reason, unavailable)."""
     # A backend without NICs is a baseline and keeps its own protocol.
-    asked = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
-    if not asked:
+    given = tuple(p for p in axes.protocols if p in backend.protocols) if not backend.nics else axes.protocols
+    if not given:
         names = backend.protocols if axes.all_protocols else (backend.usual(),)
         # RDMA is reported even if not requested: the table shows that this machine lacks it.
         names += ("rdma",) if "rdma" in backend.lacking and "rdma" not in names else ()
     else:
-        names = asked
+        names = given
     for name in names:
         if name not in backend.protocols:
             yield name, f"{backend.name} does not support it, only {', '.join(backend.protocols)}", False

@@ -261,7 +261,7 @@ class CaseConditions:
     moves_bytes: bool = True
     carried: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Side → NIC → bytes in the window, for requested and all other NICs."""
-    asked: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    requested_nics: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Side → requested NICs."""
 
 
@@ -327,7 +327,7 @@ def _busy_waiting(record: TransferRecord, seen: CaseConditions) -> Iterator[Tran
 
 def _nics(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
     total = record.calls * record.nbytes
-    for side, names in seen.asked.items():
+    for side, names in seen.requested_nics.items():
         if not names or not seen.moves_bytes or not total:
             continue
         carried = seen.carried.get(side, {})
@@ -350,14 +350,14 @@ def _nics(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarn
 
 
 def _transport(record: TransferRecord, seen: CaseConditions) -> Iterator[TransferWarning]:
-    asked, ran = record.case.protocol, record.transport
-    if not seen.moves_bytes or not ran or asked not in _MEANS:
+    requested, ran = record.case.protocol, record.transport
+    if not seen.moves_bytes or not ran or requested not in _MEANS:
         return
     if "(configured)" in ran:
-        message = f"the library does not report its transport; {asked} was requested"
+        message = f"the library does not report its transport; {requested} was requested"
         yield TransferWarning("transport_unproven", message, "", {"transport": ran})
-    elif not any(name in ran.lower() for name in _MEANS[asked]):
-        message = f"{asked} was requested, but {ran} ran"
+    elif not any(name in ran.lower() for name in _MEANS[requested]):
+        message = f"{requested} was requested, but {ran} ran"
         yield TransferWarning("other_transport", message, "see `kvbench doctor`", {"transport": ran})
 
 

@@ -88,20 +88,20 @@ def parse_body(body: bytes) -> WantedAnswer:
         tokens, prompt = body.count(b",", ids.end(), end) + 1, crc32(body[ids.end() : end])
         body = body[: ids.end()] + b"0" + body[end:]
     try:
-        asked = json.loads(body)
+        request = json.loads(body)
         if tokens is None:
-            text = asked.get("prompt", "")
+            text = request.get("prompt", "")
             tokens = len(text.split()) if isinstance(text, str) else 1
             prompt = crc32(str(text).encode("utf-8", "surrogatepass"))
-        output_len = asked.get("max_tokens", asked.get("max_completion_tokens"))
-        options = asked.get("stream_options") or {}
-        kv = asked.get("kv_transfer_params") or {}
+        output_len = request.get("max_tokens", request.get("max_completion_tokens"))
+        options = request.get("stream_options") or {}
+        kv = request.get("kv_transfer_params") or {}
         if output_len is not None and (type(output_len) is not int or output_len < 1):
             raise BadRequestError(400, f"max_tokens must be a positive number, it is {output_len!r}")
         return WantedAnswer(
             output_len=output_len,
             prompt_tokens=tokens,
-            stream=bool(asked.get("stream")),
+            stream=bool(request.get("stream")),
             usage=bool(options.get("include_usage")),
             produces_kv=bool(kv.get("do_remote_decode")),
             prompt=prompt,

@@ -65,7 +65,7 @@ class InFlightRequest:
         """Make the streaming request; a canary's text is kept."""
         kept = self.record.canary is not None, self._keeps_ids
         streamed = HttpRequest(self, pool, keep_text=kept[0], keep_ids=kept[1])
-        streamed.answer.stream.asked_tokens = self.record.requested_output_len
+        streamed.answer.stream.requested_tokens = self.record.requested_output_len
         if self._keeps_ids:
             streamed.answer.stream.event_bytes += PROMPT_ID_BYTES * self.record.input_len
         return streamed

@@ -71,7 +71,7 @@ class StreamReader:
     """The tokens' ids from the server (``return_token_ids``), if kept."""
     event_bytes: int = MAX_EVENT_BYTES
     """Maximum size of an unfinished event."""
-    asked_tokens: int | None = None
+    requested_tokens: int | None = None
     """Requested length of the answer, if known."""
     first_event: FirstEvent | None = None
     first_event_stamp: int | None = None
@@ -128,9 +128,9 @@ class StreamReader:
                 self._data.append(line[5:].removeprefix(b" "))
             elif not line.startswith(_OTHER_FIELDS):
                 self._fail("bad_stream", b"not a server-sent event: " + line)
-        asked, events = self.asked_tokens, len(self.token_stamps) + self.empty_events
-        if asked is not None and events > EVENTS_A_TOKEN * asked + SPARE_EVENTS:
-            self._give_up(f"{events:,} token events where {asked} tokens were requested")
+        requested, events = self.requested_tokens, len(self.token_stamps) + self.empty_events
+        if requested is not None and events > EVENTS_A_TOKEN * requested + SPARE_EVENTS:
+            self._give_up(f"{events:,} token events where {requested} tokens were requested")
 
     def finish(self, whole: bool = True) -> None:
         """Handle the answer's end; ``whole``: by its own framing. The end mark may lack its line break."""

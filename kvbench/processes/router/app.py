@@ -63,7 +63,7 @@ class RoutedRequest:
         self._dispatch = dispatch
         self._request = request
         self._response = response
-        self._timing = Timing(received=self._began, asked=request.headers.get(TIMING_REQUEST_HEADER) == "1")
+        self._timing = Timing(received=self._began, wanted=request.headers.get(TIMING_REQUEST_HEADER) == "1")
         self._over = False
         self._body: ClientBody | None = None
         self._p: PrefillPeer | None = None
@@ -344,11 +344,11 @@ class Router:
 
 async def _ask(pool: Pool, method: str, path: str) -> Reply | str:
     """Make a control request; return the answer, or the error as text."""
-    asked = asyncio.ensure_future(fetch(pool, pool.request(method, path)))
+    future = asyncio.ensure_future(fetch(pool, pool.request(method, path)))
     # If it fails while being cancelled, asyncio would log an unhandled error.
-    asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+    future.add_done_callback(lambda task: task.cancelled() or task.exception())
     try:
-        return await asyncio.wait_for(asked, CONTROL_DEADLINE_S)
+        return await asyncio.wait_for(future, CONTROL_DEADLINE_S)
     except asyncio.TimeoutError:
         return f"no answer within {CONTROL_DEADLINE_S:g} s"
     except OSError as error:

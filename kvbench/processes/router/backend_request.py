@@ -61,14 +61,14 @@ class Timing:
     decode_first_byte: float | None = None
     request_id: str = ""
     received: float | None = None
-    asked: bool = False
+    wanted: bool = False
     """The client wants these times in its answer's headers."""
     stream: ChunkWatch | None = None
     """D's stream, if passed on unchanged."""
 
     def headers(self) -> dict[str, str]:
         """Return the times so far as headers, if the client requested them."""
-        if not self.asked:
+        if not self.wanted:
             return {}
         times = (self.received, self.prefill_sent, self.prefill_answered, self.decode_sent)
         headers = {}
@@ -206,7 +206,7 @@ class Splice(BackendRequest):
         self._content_type = headers.get("content-type", "text/event-stream")
         self._until_close = connection.until_close
         # The head waits for the first byte, whose time it contains.
-        if not self._timing.asked:
+        if not self._timing.wanted:
             self.start_answer()
         if connection.chunked and self._response.chunked:
             self._timing.stream = connection.pass_on(self._first)

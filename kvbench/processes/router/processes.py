@@ -84,14 +84,14 @@ async def watch(workers: Mapping[int, int], stop: asyncio.Event) -> int:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        asked = stop.is_set()
+        stopped = stop.is_set()
     finally:
         for handle in handles.values():
             loop.remove_reader(handle)
             os.close(handle)
     codes = await _end(workers)
     bad = [code for code in codes if code != 0]
-    return bad[0] if bad else 0 if asked else EXIT_FAILED
+    return bad[0] if bad else 0 if stopped else EXIT_FAILED
 
 
 async def _end(workers: Mapping[int, int]) -> list[int]:

@@ -103,7 +103,7 @@ def _row_of(run: RunFolder, trial: TrialRecord, name: str, *, errors: bool = Fal
         method=trial.method,
         origin=_origin(trial),
         name=f"{trial.cell.connector}@{name}" if name else trial.cell.connector,
-        asked_rate=script_rate if isinstance(script_rate, (int, float)) else None,
+        script_rate=script_rate if isinstance(script_rate, (int, float)) else None,
         steady={} if trial.method == IMPORTED else {key: trial_value(trial, key) for key in SUMMARY_KEYS},
         size=size_in(run.plan, run.environment, trial.cell.connector, engines.options_model_of(run.plan)),
         client_late=any(finding.gate in ("client_limited", "host_starved") for finding in trial.findings),

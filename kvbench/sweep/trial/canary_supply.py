@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from kvbench.core.canaries.answer_kinds import (
-    AskedCanary,
+    CanaryAnswer,
     CanaryResult,
     When,
     judge_canaries,
@@ -266,7 +266,7 @@ class CanarySupply:
         }
         self._fresh = [number for number in self._fresh if number not in sent]
 
-    def ask(self, when: When, name: str, began_s: float = 0.0) -> list[AskedCanary]:
+    def ask(self, when: When, name: str, began_s: float = 0.0) -> list[CanaryAnswer]:
         """Send extra canaries. ``began_s``: seconds since the trial's start."""
         allowed = int(EXTRA * self.scenario.checks.canary_share * self._sent) - self._extra
         count = min(AFTER_TRIAL if when == "after_trial" else AT_END, max(1, allowed))
@@ -287,13 +287,13 @@ class CanarySupply:
             return []  # not a wrong answer; failures show in the trials
         ended_s = began_s + self.clock() - began
         return [
-            AskedCanary(
+            CanaryAnswer(
                 number, answer.text, f"{name}-{when.replace('_', '-')}-{number}", began_s, ended_s, when
             )
             for number, answer in zip(same, answers, strict=True)
         ]
 
-    def judged(self, records: Sequence[RequestRecord], extra: Sequence[AskedCanary] = ()) -> CanaryResult:
+    def judged(self, records: Sequence[RequestRecord], extra: Sequence[CanaryAnswer] = ()) -> CanaryResult:
         """Judge and keep a trial's canaries."""
         result = judge_canaries(
             self.judged_by, records, extra, of_reference=self.of_reference, repeated=self._repeats

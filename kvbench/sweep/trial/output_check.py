@@ -152,8 +152,8 @@ def _power(checked: int, noise: Noise) -> str:
     """Describe what the judgement rests on, and what it cannot detect."""
     seen = f"a fault that changes {detectable_fault_share(checked):.0%} of outputs is seen with 95 %"
     if noise.exact:
-        return f"the reference repeats exactly ({noise.asked} answers), so outputs must be equal: {seen}"
-    self_noise = f"the reference differs from itself in {noise.differed} of {noise.asked} answers"
+        return f"the reference repeats exactly ({noise.compared} answers), so outputs must be equal: {seen}"
+    self_noise = f"the reference differs from itself in {noise.differed} of {noise.compared} answers"
     if noise.nats is not None:
         close = f"; {noise.close:.0%} of its tokens are as close" if noise.close is not None else ""
         return (

@@ -284,13 +284,13 @@ def surroundings(scenario: Scenario, connector: Connector, options: ConnectorOpt
     instances = deployed.prefill.instances if connector.disaggregated else deployed.aggregated_engines
     if peak is not None:
         peak /= deployed.engine_options.time_factor
-    nics = options.nics_asked
+    nics = options.requested_nics
     local = deployed.engine_options.starts_processes and not deployed.several_hosts
     return {
-        "nics_asked": nics,
+        "requested_nics": nics,
         "engines_here": local,
         "hosts_watched": deployed.engine_options.starts_processes,
-        "kv_line_rate": line_rate(scenario, connector.transport_asked(options), nics, local),
+        "kv_line_rate": line_rate(scenario, connector.requested_transport(options), nics, local),
         "prefill_work": prefill_work(scenario.model.name, scenario.model.active_parameters),
         "prefill_flops": None if peak is None else peak * instances,
         "hardware": "" if hardware is None else f"{instances} × {hardware.text()}" * (peak is not None),
@@ -315,11 +315,11 @@ def slots_of(scenario: Scenario) -> int | None:
     return scenario.deployment.engine_options.slots
 
 
-def line_rate(scenario: Scenario, transport_asked: str, nics: tuple[str, ...], local: bool) -> float | None:
+def line_rate(scenario: Scenario, transport: str, nics: tuple[str, ...], local: bool) -> float | None:
     """Peak bytes per second of an instance's NICs, one way."""
     if scenario.deployment.nic_gbit is not None:
         return scenario.deployment.nic_gbit * 1e9 / 8
-    words = set(transport_asked.split(","))
+    words = set(transport.split(","))
     if not local or words & {"", "all", "tcp"}:
         # Within one host TCP uses loopback, which has no line rate; a library that may choose uses NVLink.
         return None

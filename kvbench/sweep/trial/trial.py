@@ -160,7 +160,7 @@ class TrialRunner:
         supply.used(load.records)
         failed = any(not record.ok for record in load.records)
         extra = supply.ask("after_trial", plan.trial_id, load.duration_s) if failed else []
-        self.store.add_asked_canaries(plan.trial_id, extra)
+        self.store.add_extra_canaries(plan.trial_id, extra)
         return supply.judged(load.records, extra)
 
     def offer(
@@ -307,7 +307,7 @@ class TrialRunner:
             "kv_bytes_tolerance": tolerance,
             "kv_bytes_certain": engine.kv_bytes_certain,
             "kv_may_expire": may_expire,
-            "transport_asked": connector.transport_asked(options) if moves else "",
+            "requested_transport": connector.requested_transport(options) if moves else "",
             "transport_ran": readings.transport if moves else "",
             "logged_transports": readings.logged_transports if moves else (),
             **surroundings(scenario, connector, options),

@@ -30,7 +30,7 @@ from kvbench.errors import EXIT_FAILED, EXIT_NOT_VERIFIED, EXIT_OK, KvbenchError
 from kvbench.planning.load_files import load_trace
 from kvbench.planning.plan import plan_of
 from kvbench.results.checksums import CHECKSUMS, Damage, adopted, damages, lost_requests, require_untouched
-from kvbench.results.finished_cells import asked_canaries, canary_pools
+from kvbench.results.finished_cells import canary_pools, extra_canaries
 from kvbench.results.run import MANIFEST, TRIALS, RunFolder, load_run, parquet_path
 from kvbench.results.store import RULES_VERSION, UNVERSIONED, rules_version_of
 from kvbench.sweep.verify.cross_checks import (
@@ -353,7 +353,7 @@ def _repeat_searches(
     """Repeat the searches with their stored trials. ``plans`` gets each trial's plan."""
     searches = Searches(run, scenario, plan_of(scenario), fixed_of(run), trace)
     answers = list(searches.damages())
-    plans |= searches.asked
+    plans |= searches.plans
     found.checked["answers"] += len([cell for cell in run.cells if cell.cell not in searches.unknown])
     if searches.unknown:
         found.unverified.append(
@@ -388,7 +388,7 @@ def _trace_of(scenario: Scenario, found: Audit) -> Sequence[TracedRequest] | Non
 def _stored_trials(
     run: RunFolder, scenario: Scenario, plans: dict[str, Any], trace: Sequence[TracedRequest], found: Audit
 ) -> Iterator[StoredTrial]:
-    pools, extra = canary_pools(run.canaries), asked_canaries(run.canaries)
+    pools, extra = canary_pools(run.canaries), extra_canaries(run.canaries)
     references = plan_of(scenario) if pools else None
     for record in run.all_trials:
         if record.method == "imported":

@@ -226,7 +226,7 @@ def _transports(run: RunFolder, scenario: Scenario) -> Iterator[Damage]:
         if choice is None or choice.name not in connectors.names():
             continue
         connector = connectors.get(choice.name)
-        plan = connector.transport_asked(choice.options) if connector.disaggregated else "none"
+        plan = connector.requested_transport(choice.options) if connector.disaggregated else "none"
         if is_another_transport(found, plan):
             yield Damage(TRIALS, f"{trial.trial_id}: its transport is not the one of plan.json", found, plan)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvbench import connectors
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries
+from kvbench.core.canaries.answer_kinds import CanaryAnswer, CanaryResult, judge_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers, pool_of_cell
 from kvbench.core.load.traces import TracedRequest
 from kvbench.core.plan.plan import DeploymentPlan, Plan
@@ -20,7 +20,7 @@ from kvbench.core.search.load_plan import TrialPlan, rate_of
 from kvbench.core.search.trial_requests import TrialRequests
 from kvbench.errors import KvbenchError
 from kvbench.results.checksums import Damage
-from kvbench.results.finished_cells import asked_canaries, earlier_sessions, ends_cell
+from kvbench.results.finished_cells import earlier_sessions, ends_cell, extra_canaries
 from kvbench.results.run import CELLS, TRIALS, CellResult, RunFolder, requests_to_replay
 from kvbench.sweep.bench import CellWork, IdleResult, Knowledge, Site, TrialBudget
 from kvbench.sweep.calibration import measured_run
@@ -48,8 +48,8 @@ class StoredSite(Site):
     trace_rate: float = 0.0
     has_direct: bool = True
     canaries: CanaryPool | None = None
-    asked_last: Mapping[str, Sequence[AskedCanary]] = field(default_factory=dict)
-    asked: dict[str, TrialPlan] = field(default_factory=dict)
+    extra_canaries: Mapping[str, Sequence[CanaryAnswer]] = field(default_factory=dict)
+    plans: dict[str, TrialPlan] = field(default_factory=dict)
     otherwise: list[Damage] = field(default_factory=list)
     """Stored trials that differ from the request."""
     requests_of: Callable[[TrialRecord], TrialRequests | None] = lambda record: None
@@ -62,7 +62,7 @@ class StoredSite(Site):
         return self.requests_of(record)
 
     def last_canaries(self, cell: Cell) -> tuple[CanaryResult | None, None]:
-        extra = self.asked_last.get(f"{cell.key}-end")
+        extra = self.extra_canaries.get(f"{cell.key}-end")
         if self.canaries is None or not extra:
             return None, None
         return judge_canaries(self.canaries, (), extra, of_reference=gave_answers(self.canaries, cell)), None
@@ -72,7 +72,7 @@ class StoredSite(Site):
         record = self.trials.get(plan.trial_id)
         if record is None:
             raise UnansweredError(f"{plan.trial_id} at {plan.rate:g} req/s ({plan.purpose})")
-        self.asked[plan.trial_id] = plan
+        self.plans[plan.trial_id] = plan
         if record.purpose != plan.purpose or not math.isclose(record.request_rate, plan.rate, rel_tol=1e-9):
             stored, now = (f"{rate:g} req/s" for rate in (record.request_rate, plan.rate))
             words = f"{plan.trial_id} is not what its search requests there"
@@ -126,11 +126,11 @@ class Searches:
         self._run, self._scenario, self._plan, self._fixed = run, scenario, plan, fixed
         earlier = earlier_sessions(run, scenario.search.method)
         self._outputs = earlier.outputs
-        self._pools, self._asked_last = earlier.canaries, asked_canaries(run.canaries)
+        self._pools, self._extra_canaries = earlier.canaries, extra_canaries(run.canaries)
         # A failed cell that succeeded later gave the others no hint at their time.
         self.repeatable = not earlier.had_failures
         self._trace_rate = rate_of(trace)
-        self.asked: dict[str, TrialPlan] = {}
+        self.plans: dict[str, TrialPlan] = {}
         self.unknown: list[Cell] = []
         """Cells with a search that cannot be repeated, as its start is not stored."""
 
@@ -193,7 +193,7 @@ class Searches:
             idle,
             self._trace_rate,
             canaries=pool_of_cell(self._pools, cell, self._plan.reference_of(cell.connector)),
-            asked_last=self._asked_last,
+            extra_canaries=self._extra_canaries,
             requests_of=lambda record: requests_to_replay(self._run.path, record, burstiness),
         )
 
@@ -204,9 +204,9 @@ class Searches:
             yield Damage(
                 CELLS, f"{repeat.cell.key} has an answer, but its search still requests {repeat.missing}"
             )
-        self.asked |= site.asked
+        self.plans |= site.plans
         yield from site.otherwise
-        for name in site.trials.keys() - site.asked.keys():
+        for name in site.trials.keys() - site.plans.keys():
             if found:
                 yield Damage(TRIALS, f"{name} is not requested by its search")
         for result in finished if found else ():

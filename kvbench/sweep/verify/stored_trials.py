@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries
+from kvbench.core.canaries.answer_kinds import CanaryAnswer, CanaryResult, judge_canaries
 from kvbench.core.canaries.pool import CanaryPool, gave_answers
 from kvbench.core.chaos_soak.fault_cost import FaultCost, cost_of
 from kvbench.core.chaos_soak.fault_plan import faults_of
@@ -51,15 +51,15 @@ MAX_SHOWN: Final = 5
 
 @dataclass(frozen=True)
 class StoredTrial:
-    """A stored trial. ``asked``: its search's request, if known."""
+    """A stored trial. ``plan``: its search's request, if known."""
 
     record: TrialRecord
     requests: list[RequestRecord]
     scenario: Scenario
-    asked: TrialPlan | None = None
+    plan: TrialPlan | None = None
     trace: Sequence[TracedRequest] = ()
     canaries: CanaryPool | None = None
-    asked_beside: Sequence[AskedCanary] = ()
+    extra: Sequence[CanaryAnswer] = ()
 
     def damage(self, what: str, stored: Any = "", recomputed: Any = "") -> Damage:
         return Damage(TRIALS, f"{self.record.trial_id}: {what}", str(stored), str(recomputed))
@@ -127,7 +127,7 @@ class StoredTrial:
             return None
         source = gave_answers(pool, self.record.cell)
         repeated = bool(stored.get("repeated"))
-        return judge_canaries(pool, self.requests, self.asked_beside, of_reference=source, repeated=repeated)
+        return judge_canaries(pool, self.requests, self.extra, of_reference=source, repeated=repeated)
 
     def _binding(self) -> Mapping[str, Any] | None:
         record = self.record
@@ -173,7 +173,7 @@ class StoredTrial:
         return {name: _decision(live) for name, live in lives.items() if live}
 
     def _arrivals(self) -> Iterator[Damage]:
-        plan = self.asked
+        plan = self.plan
         if plan is None or not self.requests:
             return
         by_connector = replace(plan, seed_key=plan.cell.key)

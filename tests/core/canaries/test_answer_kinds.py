@@ -9,7 +9,7 @@ from zlib import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbench.core.canaries.answer_kinds import AskedCanary, CanaryResult, judge_canaries, noise_under_load
+from kvbench.core.canaries.answer_kinds import CanaryAnswer, CanaryResult, judge_canaries, noise_under_load
 from kvbench.core.canaries.pool import CanaryPool
 from kvbench.core.metrics.equal_answers import Noise
 from kvbench.core.records import Outputs, RequestRecord, TokenChoice
@@ -108,11 +108,11 @@ def test_what_happened_around_is_told() -> None:
 
 
 def test_what_is_asked_beside_the_load_is_judged_as_well() -> None:
-    asked = [AskedCanary(2, RIGHT[2], "a"), AskedCanary(3, RIGHT[4], "b", when="end_of_cell")]
-    result = judge_canaries(POOL, [], asked)
+    canaries = [CanaryAnswer(2, RIGHT[2], "a"), CanaryAnswer(3, RIGHT[4], "b", when="end_of_cell")]
+    result = judge_canaries(POOL, [], canaries)
     assert result.checked == 2
     assert only(result)[0] == "stale"
-    assert AskedCanary.from_json(asdict(asked[1])) == asked[1]
+    assert CanaryAnswer.from_json(asdict(canaries[1])) == canaries[1]
 
 
 def test_a_server_that_differs_from_itself_is_judged_by_how_often() -> None:

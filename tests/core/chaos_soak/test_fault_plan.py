@@ -50,9 +50,9 @@ def test_two_seeds_give_two_orders_and_moments():
 
 
 def test_a_fault_s_own_times_leave_the_others_where_they_were():
-    asked = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode", "restart:router")]
+    untimed = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode", "restart:router")]
     timed = [WantedFault.parse(text) for text in ("kill:prefill", "freeze:decode@9+2", "restart:router")]
-    plain, moved = (plan_faults(faults, ONE_PAIR, FaultTimes(), 1, 7) for faults in (asked, timed))
+    plain, moved = (plan_faults(faults, ONE_PAIR, FaultTimes(), 1, 7) for faults in (untimed, timed))
     for before, after in zip(plain, moved, strict=True):
         assert (before == after) == (before.kind != "freeze")
     (frozen,) = [fault for fault in moved if fault.kind == "freeze"]
@@ -61,8 +61,8 @@ def test_a_fault_s_own_times_leave_the_others_where_they_were():
 
 def test_what_is_killed_stays_dead_and_what_is_started_again_gets_its_time():
     times = FaultTimes(before_s=1, down_s=2, after_s=3, ready_s=40)
-    asked = [WantedFault.parse(text) for text in ("kill:prefill", "restart:prefill", "lease:prefill")]
-    plan = {fault.kind: fault for fault in plan_faults(asked, ONE_PAIR, times, 1, 1)}
+    wanted = [WantedFault.parse(text) for text in ("kill:prefill", "restart:prefill", "lease:prefill")]
+    plan = {fault.kind: fault for fault in plan_faults(wanted, ONE_PAIR, times, 1, 1)}
     assert plan["kill"].down_s == 0
     assert plan["restart"].most_s == pytest.approx(plan["restart"].at_s + 2 + 40 + 3)
     assert plan["lease"].after_s > 30  # a lease ends after 30 s

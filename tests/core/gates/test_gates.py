@@ -71,7 +71,7 @@ def evidence(records: list[RequestRecord], slo: Slo = SLO, **changes: Any) -> Ev
         records=records, summary=summarise(records, slo, 25.0, 4.2), slo=slo,
         client=ClientFigures(0.1, 1.0, 0.5, 0.1), engines={"prefill": PREFILL, "decode": DECODE},
         host=HostFigures(0.5, 2, 0.0), router=RouterFigures(cpu_s=1.0, seconds=4.2, loop_lag_p99_s=0.001),
-        kv_bytes_per_request=KV_BYTES, transport_asked="tcp", transport_ran="tcp",
+        kv_bytes_per_request=KV_BYTES, requested_transport="tcp", transport_ran="tcp",
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -125,20 +125,20 @@ PULLED = LoggedTransport(
 TCP_BUSY = NicFigures("ip", 5e6, 5e6, None, True)
 
 
-def logged(*proven: LoggedTransport, asked: str = "", nics: Mapping[str, NicFigures] = {}) -> Evidence:
+def logged(*proven: LoggedTransport, requested: str = "", nics: Mapping[str, NicFigures] = {}) -> Evidence:
     """A trial whose engines' logs prove the KV's way."""
     return evidence(
-        GOOD, transport_asked=asked, transport_ran="", logged_transports=proven, disaggregated=True,
+        GOOD, requested_transport=requested, transport_ran="", logged_transports=proven, disaggregated=True,
         host=HostFigures(nics=nics), engines=engines(decode={"kv_bytes": 5e9, "kv_seconds": 10.0}),
         kv_bytes_per_request=None,
     )  # fmt: skip
 
 
-def over(nics: Mapping[str, NicFigures], asked: str, *names: str) -> Evidence:
+def over(nics: Mapping[str, NicFigures], tls: str, *names: str) -> Evidence:
     """A trial that moved 5 MB of KV, with what the NICs counted of it."""
     return evidence(
         GOOD, engines=engines({"kv_bytes": 5e6}), kv_bytes_per_request=5e6 / N, host=HostFigures(nics=nics),
-        transport_asked=asked, transport_ran=asked.partition(",")[0], nics_asked=names, engines_here=True,
+        requested_transport=tls, transport_ran=tls.partition(",")[0], requested_nics=names, engines_here=True,
     )  # fmt: skip
 
 
@@ -165,8 +165,8 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 0.5 * N * KV_BYTES})),
     ("kv_bytes_wrong", "invalid", counted({"kv_bytes": 2 * N * KV_BYTES})),
     ("kv_failures", "invalid", counted(decode={"kv_failures": 1})),
-    ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="tcp")),
-    ("wrong_transport", "invalid", evidence(GOOD, transport_asked="rdma", transport_ran="ucx:tcp/lo")),
+    ("wrong_transport", "invalid", evidence(GOOD, requested_transport="rdma", transport_ran="tcp")),
+    ("wrong_transport", "invalid", evidence(GOOD, requested_transport="rdma", transport_ran="ucx:tcp/lo")),
     ("hidden_retries", "invalid", counted({"requests": N + 1})),
     ("lost_requests", "invalid", counted(decode={"requests": N - 1})),
     ("server_restarted", "invalid", counted(decode={"requests": -40})),
@@ -195,8 +195,8 @@ LIES: list[tuple[str, str, Evidence]] = [
     ("wrong_transport", "invalid", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 5e6, 0)}, "rc,cuda")),
     ("wrong_transport", "warning", over({"mlx5_0": IDLE_RDMA, "ens1": NicFigures("ip", 0, 0)}, "rdma")),
     ("wrong_transport", "invalid", logged(PULLED)),
-    ("wrong_transport", "invalid", logged(PULLED, asked="cuda_ipc,cuda_copy,tcp")),
-    ("wrong_transport", "invalid", logged(PULLED, asked="rc")),
+    ("wrong_transport", "invalid", logged(PULLED, requested="cuda_ipc,cuda_copy,tcp")),
+    ("wrong_transport", "invalid", logged(PULLED, requested="rc")),
     ("wrong_transport", "warning", logged(replace(PULLED, between="inter-node"))),
     ("wrong_transport", "invalid", logged(replace(PULLED, between="inter-node"), nics={"mlx5_0": IDLE_RDMA})),
     ("wrong_transport", "warning", logged(replace(PULLED, local="host", remote="host"))),
@@ -355,14 +355,14 @@ def test_slots_bound_what_a_trial_can_say() -> None:
     assert fired(evidence(LONG, slo, engines=engines(decode=free))) == {}
 
 
-@pytest.mark.parametrize(("asked", "ran"), [
+@pytest.mark.parametrize(("requested", "ran"), [
     ("rc", "ucx:rc_mlx5/mlx5_0:1"), ("rc_x,cuda_copy", "ucx:rc_mlx5/mlx5_0:1"),
     ("ib", "ucx:dc_mlx5/mlx5_3:1"), ("tcp", "ucx:tcp/lo"), ("sm,tcp", "ucx:posix/memory"),
     ("rdma", "rdma (configured)"), ("all", "ucx:cma/memory"),
 ])  # fmt: skip
-def test_names_that_mean_the_same_transport(asked: str, ran: str) -> None:
-    assert fired(evidence(GOOD, transport_asked=asked, transport_ran=ran)) == {}
-    assert fired(evidence(GOOD, transport_asked="nvlink", transport_ran=ran)) == {
+def test_names_that_mean_the_same_transport(requested: str, ran: str) -> None:
+    assert fired(evidence(GOOD, requested_transport=requested, transport_ran=ran)) == {}
+    assert fired(evidence(GOOD, requested_transport="nvlink", transport_ran=ran)) == {
         "wrong_transport": "invalid"
     }
     assert "/" not in plain_transport(ran)
@@ -599,8 +599,8 @@ def honest_trials(draw: st.DrawFn) -> Evidence:
         router=RouterFigures(draw(st.floats(0, 0.8)), 1.0, loop_lag_p99_s=draw(st.floats(0, 0.005))),
         engines=engines(prefill, decode),
         host=HostFigures(nics={"mlx5_0": replace(BUSY_RDMA, sent_bytes=n * KV_BYTES)}),
-        kv_bytes_per_request=KV_BYTES, kv_may_expire=lost, kv_line_rate=1.1e9, transport_asked="rdma",
-        transport_ran="rdma", nics_asked=("mlx5_0",), engines_here=True, prefill_work=work,
+        kv_bytes_per_request=KV_BYTES, kv_may_expire=lost, kv_line_rate=1.1e9, requested_transport="rdma",
+        transport_ran="rdma", requested_nics=("mlx5_0",), engines_here=True, prefill_work=work,
         prefill_flops=work.flop(INPUT) / service_s * draw(st.floats(1.0, 5.0)),
     )  # fmt: skip
 
@@ -613,9 +613,9 @@ def test_no_gate_refuses_an_honest_trial(trial: Evidence) -> None:
 
 
 def test_the_transport_may_be_one_of_several() -> None:
-    assert fired(evidence(GOOD, transport_asked="tcp, cma", transport_ran="CMA")) == {}
-    assert fired(evidence(GOOD, transport_asked="", transport_ran="tcp")) == {}
-    assert fired(evidence(GOOD, transport_asked="tcp", transport_ran="")) == {}
+    assert fired(evidence(GOOD, requested_transport="tcp, cma", transport_ran="CMA")) == {}
+    assert fired(evidence(GOOD, requested_transport="", transport_ran="tcp")) == {}
+    assert fired(evidence(GOOD, requested_transport="tcp", transport_ran="")) == {}
 
 
 def test_asked_for_reuse_is_no_lie() -> None:
@@ -740,7 +740,7 @@ def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
         assert words in finding.advice
 
 
-@pytest.mark.parametrize(("proven", "asked"), [
+@pytest.mark.parametrize(("proven", "requested"), [
     (PULLED, "tcp"),
     (PULLED, "tcp,cuda"),
     (replace(PULLED, transports=("cuda_ipc/cuda",), how="zero-copy"), ""),
@@ -748,8 +748,8 @@ def test_a_pull_over_tcp_is_refused_by_name_with_the_way_out() -> None:
     (LoggedTransport("prefill-0", ("tcp",)), ""),
     (replace(PULLED, transports=("rc_mlx5/mlx5_0:1",), how="zero-copy"), "rc,cuda"),
 ])  # fmt: skip
-def test_a_way_that_was_meant_is_no_wrong_transport(proven: LoggedTransport, asked: str) -> None:
-    assert "wrong_transport" not in fired(logged(proven, asked=asked))
+def test_a_way_that_was_meant_is_no_wrong_transport(proven: LoggedTransport, requested: str) -> None:
+    assert "wrong_transport" not in fired(logged(proven, requested=requested))
 
 
 def test_kv_over_nvlink_is_not_taken_for_tcp() -> None:

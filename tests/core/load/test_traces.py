@@ -150,7 +150,7 @@ def test_expected_hits_follow_the_prefix() -> None:
     def ask(length: int, *blocks: int) -> TracedRequest:
         return TracedRequest(0.0, length, 1, blocks)
 
-    asked = [
+    trace = [
         ask(1100, 1, 2, 3),
         ask(1100, 1, 2, 4),  # two whole blocks
         ask(1100, 5, 2, 3),  # another beginning: nothing
@@ -158,22 +158,22 @@ def test_expected_hits_follow_the_prefix() -> None:
         ask(700, 1, 2),  # ends inside block 2
         ask(512, 1),
     ]
-    assert expected_hits(asked) == [0, 1024, 0, 1088, 688, 496]
+    assert expected_hits(trace) == [0, 1024, 0, 1088, 688, 496]
     # Of a partial last block only what was there is known.
     assert expected_hits([ask(700, 1, 2), ask(1024, 1, 2), ask(1024, 1, 2)], 1) == [0, 700, 1023]
-    assert traces.shares_prefixes(asked)
+    assert traces.shares_prefixes(trace)
     assert not traces.shares_prefixes([ask(10, 1), ask(10, 2), TracedRequest(0, 5, 1)])
 
 
 @given(requests, st.integers(0, 2**63 - 1), st.sampled_from([1, 16, 128]))
 @settings(max_examples=40, deadline=None)
-def test_expected_hits_are_the_prompts_own(asked: list[TracedRequest], seed: int, block_tokens: int) -> None:
+def test_expected_hits_are_the_prompts_own(trace: list[TracedRequest], seed: int, block_tokens: int) -> None:
     """Against a cache that keeps every prompt and compares tokens."""
     prompts = [
         traced_prompt(request.input_len, request.blocks, seed, index, 50_000)
-        for index, request in enumerate(asked)
+        for index, request in enumerate(trace)
     ]
-    for index, (prompt, hit) in enumerate(zip(prompts, expected_hits(asked, block_tokens), strict=True)):
+    for index, (prompt, hit) in enumerate(zip(prompts, expected_hits(trace, block_tokens), strict=True)):
         common = 0
         for earlier in prompts[:index]:
             same = next(

@@ -144,8 +144,8 @@ def test_a_gap_s_change_is_of_the_same_two_tokens() -> None:
 
 
 @given(st.integers(1, 12), st.integers(0, 12), st.integers(0, 12))
-def test_chances_are_chances(of: int, asked: int, differed: int) -> None:
-    noise = Noise(asked, min(asked, differed))
+def test_chances_are_chances(of: int, repeats: int, differed: int) -> None:
+    noise = Noise(repeats, min(repeats, differed))
     values = [chance(n, of, noise) for n in range(of + 1)]
     assert values[0] == pytest.approx(1.0)
     assert values == sorted(values, reverse=True)

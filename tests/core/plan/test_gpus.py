@@ -68,27 +68,27 @@ def scenario(
     return parse_scenario(text, "x.yaml", registry())
 
 
-def planned(asked: Scenario, label: str = "nixl") -> DeploymentPlan:
-    return next(deployment for deployment in plan_of(asked).deployments if deployment.label == label)
+def planned(case: Scenario, label: str = "nixl") -> DeploymentPlan:
+    return next(deployment for deployment in plan_of(case).deployments if deployment.label == label)
 
 
-def seen(asked: Scenario, label: str = "nixl") -> dict[str, str | None]:
+def seen(case: Scenario, label: str = "nixl") -> dict[str, str | None]:
     """The CUDA_VISIBLE_DEVICES of each instance."""
-    names = {instance.name for instance in planned(asked, label).instances}
-    made = process_specs(asked, planned(asked, label))
+    names = {instance.name for instance in planned(case, label).instances}
+    made = process_specs(case, planned(case, label))
     return {spec.name: spec.env.get(VISIBLE) for spec in made if spec.name in names}
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_four_and_four_get_a_gpu_each(node: Path, engine: str) -> None:
-    asked = scenario(engine, prefill=4, decode=4)
-    found = seen(asked)
+    case = scenario(engine, prefill=4, decode=4)
+    found = seen(case)
     assert list(found) == [
         *(f"prefill-{rank}" for rank in range(4)),
         *(f"decode-{rank}" for rank in range(4)),
     ]
     assert list(found.values()) == [str(number) for number in range(8)]
-    require_gpus(plan_of(asked))
+    require_gpus(plan_of(case))
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
@@ -98,10 +98,10 @@ def test_ranks_get_neighbouring_gpus(node: Path, engine: str) -> None:
 
 
 def test_every_aggregated_server_of_the_plan_has_its_own(node: Path) -> None:
-    asked = scenario(listed="[aggregated, nixl]", prefill=2, decode=2, tensor_parallel_size=2)
-    found = seen(asked, "aggregated")
+    case = scenario(listed="[aggregated, nixl]", prefill=2, decode=2, tensor_parallel_size=2)
+    found = seen(case, "aggregated")
     shown = [devices.split(",") for devices in found.values() if devices]
-    assert len(shown) == len(planned(asked, "aggregated").instances)
+    assert len(shown) == len(planned(case, "aggregated").instances)
     flat = [device for devices in shown for device in devices]
     assert flat == [str(number) for number in range(2 * len(shown))]
 
@@ -120,9 +120,9 @@ def test_what_the_environment_shows_is_dealt_out(node: Path, monkeypatch: pytest
 
 def test_what_the_scenario_names_stays_and_is_dealt_to_nobody_else(node: Path) -> None:
     named = {"prefill_devices": ["6"], "decode_devices": ["6"]}  # shared on purpose
-    asked = scenario(options=named)
-    assert list(seen(asked).values()) == ["6", "6"]
-    require_gpus(plan_of(asked))
+    case = scenario(options=named)
+    assert list(seen(case).values()) == ["6", "6"]
+    require_gpus(plan_of(case))
     assert list(seen(scenario(options={"prefill_devices": ["1"]}, prefill=2)).values()) == ["1", "0", "2"]
     assert list(seen(scenario(options={"env": {VISIBLE: "0,1"}})).values()) == ["0,1", "0,1"]
     both = {"prefill_devices": ["4", "5"], "decode_devices": ["6"]}
@@ -166,12 +166,12 @@ def test_an_instance_takes_all_its_ranks(engine: str, arguments: dict[str, Any],
 
 
 def test_on_cpus_and_for_emulated_engines_nothing_is_dealt(node: Path) -> None:
-    for asked in (
+    for case in (
         scenario(options={"version": "0.32.0+cpu"}, prefill=9, decode=9),
         scenario(options={"env": {"VLLM_CPU_KVCACHE_SPACE": "1"}}, prefill=9, decode=9),
     ):
-        assert set(seen(asked).values()) == {None}
-        require_gpus(plan_of(asked))
+        assert set(seen(case).values()) == {None}
+        require_gpus(plan_of(case))
 
 
 def test_a_plan_without_gpus_reads_as_it_did(node: Path) -> None:
@@ -201,8 +201,8 @@ def far(hosts: dict[str, dict[str, Any]], roles: dict[str, Any], **deployment: A
     return scenario(deployment.pop("engine", "vllm"), hosts=named, roles=roles, launcher="ssh", **deployment)
 
 
-def far_seen(asked: Scenario, answers: dict[str, dict[str, Any]] | None = None) -> dict[str, str]:
-    given = remote_device_env(asked, planned(asked), answers)
+def far_seen(case: Scenario, answers: dict[str, dict[str, Any]] | None = None) -> dict[str, str]:
+    given = remote_device_env(case, planned(case), answers)
     return {process: env[VISIBLE] for process, env in given.items()}
 
 
@@ -212,8 +212,8 @@ EIGHT = {"used_bytes": {str(number): 0 for number in range(8)}, "visible": None}
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_on_hosts_far_away_each_gets_its_own_too(engine: str) -> None:
-    asked = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"}, engine=engine, prefill=4, decode=4)
-    found = far_seen(asked, {"a": EIGHT, "b": EIGHT})
+    case = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"}, engine=engine, prefill=4, decode=4)
+    found = far_seen(case, {"a": EIGHT, "b": EIGHT})
     assert list(found.values()) == ["0", "1", "2", "3"] * 2
     one = far({"a": {}}, {"prefill": "a", "decode": "a"}, engine=engine, tensor_parallel_size=4)
     assert far_seen(one, {"a": EIGHT}) == {"prefill-0": "0,1,2,3", "decode-0": "4,5,6,7"}
@@ -224,16 +224,16 @@ def test_on_hosts_far_away_each_gets_its_own_too(engine: str) -> None:
 
 def test_what_a_scheduler_shows_is_what_is_dealt_out() -> None:
     """Slurm's and Ray's choice stands in the agent's CUDA_VISIBLE_DEVICES; Ray's empty one hides all."""
-    asked = far({"a": {}}, {"prefill": "a", "decode": "a"}, prefill=2, decode=2)
-    assert list(far_seen(asked, {"a": {**EIGHT, "visible": "7,5,3,1"}}).values()) == ["7", "5", "3", "1"]
+    case = far({"a": {}}, {"prefill": "a", "decode": "a"}, prefill=2, decode=2)
+    assert list(far_seen(case, {"a": {**EIGHT, "visible": "7,5,3,1"}}).values()) == ["7", "5", "3", "1"]
     with pytest.raises(InputError, match="CUDA_VISIBLE_DEVICES of host a names 2"):
-        far_seen(asked, {"a": {**EIGHT, "visible": "4,5"}})
-    assert far_seen(asked, {"a": {**EIGHT, "visible": ""}}) == {}
+        far_seen(case, {"a": {**EIGHT, "visible": "4,5"}})
+    assert far_seen(case, {"a": {**EIGHT, "visible": ""}}) == {}
 
 
 def test_named_devices_of_a_host_count_before_what_its_agent_reports() -> None:
-    asked = far({"a": {"devices": [6, 7]}}, {"prefill": "a", "decode": "a"})
-    assert far_seen(asked, {"a": EIGHT}) == far_seen(asked) == {"prefill-0": "6", "decode-0": "7"}
+    case = far({"a": {"devices": [6, 7]}}, {"prefill": "a", "decode": "a"})
+    assert far_seen(case, {"a": EIGHT}) == far_seen(case) == {"prefill-0": "6", "decode-0": "7"}
     more = far({"a": {"devices": [6, 7]}}, {"prefill": "a", "decode": "a"}, prefill=2)
     with pytest.raises(InputError, match=r"nixl needs 3 GPUs .* and the devices of host a are 2"):
         require_gpus(plan_of(more))
@@ -244,13 +244,13 @@ def test_named_devices_of_a_host_count_before_what_its_agent_reports() -> None:
 
 def test_far_away_too_what_the_scenario_names_stays() -> None:
     named = {"engine_options": {**VLLM, "prefill_devices": ["1"]}}
-    asked = far({"a": {}}, {"prefill": "a", "decode": "a"}, decode=2, **named)
-    assert far_seen(asked, {"a": EIGHT}) == {"decode-0": "0", "decode-1": "2"}
+    case = far({"a": {}}, {"prefill": "a", "decode": "a"}, decode=2, **named)
+    assert far_seen(case, {"a": EIGHT}) == {"decode-0": "0", "decode-1": "2"}
 
 
 def test_where_nothing_is_known_of_a_host_nothing_is_made_up_for_one_alone() -> None:
-    asked = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"})
-    assert far_seen(asked) == far_seen(asked, {"a": {"error": "gone"}, "b": {"used_bytes": {}}}) == {}
+    case = far({"a": {}, "b": {}}, {"prefill": "a", "decode": "b"})
+    assert far_seen(case) == far_seen(case, {"a": {"error": "gone"}, "b": {"used_bytes": {}}}) == {}
 
 
 def test_an_agent_reports_what_its_environment_shows(node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,13 +265,13 @@ def test_tcp_beside_active_rdma_is_told(tmp_path: Path, monkeypatch: pytest.Monk
     ask = (
         "[{name: mooncake, protocol: tcp}, {name: nixl, ucx_tls: 'tcp,cuda_copy'}, {name: nixl, label: free}]"
     )
-    asked = scenario(listed=ask)
-    found = list(transport_checks(asked, plan_of(asked), listed))
+    case = scenario(listed=ask)
+    found = list(transport_checks(case, plan_of(case), listed))
     assert [check.detail.split()[0] for check in found] == ["mooncake", "nixl"]
     assert all(check.status == "warn" and "mlx5_0" in check.detail for check in found)
     assert "UCX_TLS=tcp,cuda_copy" in found[1].detail
     assert "mlx5_4" not in found[0].detail  # a storage port without a link
-    assert list(transport_checks(asked, plan_of(asked), [])) == []
+    assert list(transport_checks(case, plan_of(case), [])) == []
     emulated = scenario("emulated", {}, "[mooncake]")
     assert list(transport_checks(emulated, plan_of(emulated), listed)) == []
     monkeypatch.setenv("UCX_TLS", "tcp")  # some images set it, and vLLM inherits it
@@ -293,10 +293,10 @@ def test_what_forces_tcp(env: dict[str, str], argv: list[str], forced: bool) -> 
 
 def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
     """From the run folder alone: the commands of plan.json, and each host's devices of environment.json."""
-    asked = scenario(listed="[{name: nixl, ucx_tls: tcp}, aggregated]")
-    plan = plan_of(asked)
+    case = scenario(listed="[{name: nixl, ucx_tls: tcp}, aggregated]")
+    plan = plan_of(case)
     processes = {
-        deployment.label: {spec.name: spec.to_json() for spec in process_specs(asked, deployment)}
+        deployment.label: {spec.name: spec.to_json() for spec in process_specs(case, deployment)}
         for deployment in plan.deployments
     }
     far = {"a": {"rdma": rdma(hgx.machine(tmp_path / "node"))}, "b": {"rdma": []}}
@@ -308,17 +308,17 @@ def test_the_report_says_it_of_what_was_started(tmp_path: Path) -> None:
 
 
 def test_the_cpu_lab_asks_for_what_cpus_have() -> None:
-    asked, _ = load_scenario("vllm-cpu-tiny")
+    case, _ = load_scenario("vllm-cpu-tiny")
     for name, variable in (("nixl", "UCX_TLS"), ("nixl_push", "UCX_TLS"), ("mooncake", "MC_FORCE_TCP")):
-        made = process_specs(asked, planned(asked, name))[0]
+        made = process_specs(case, planned(case, name))[0]
         assert made.env[variable] in ("tcp", "1")
-    config = process_specs(asked, planned(asked, "nixl"))[0].argv[-1]
+    config = process_specs(case, planned(case, "nixl"))[0].argv[-1]
     assert json.loads(config)["kv_connector_extra_config"] == {"backends": ["UCX"], "num_threads": 0}
 
 
 def test_pods_are_given_theirs_by_kubernetes(node: Path) -> None:
-    asked = scenario(prefill=2, decode=2)
-    text = json.dumps(manifests_of(asked, planned(asked), K8sOptions(image="x")))
+    case = scenario(prefill=2, decode=2)
+    text = json.dumps(manifests_of(case, planned(case), K8sOptions(image="x")))
     assert VISIBLE not in text
 
 

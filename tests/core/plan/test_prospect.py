@@ -33,7 +33,7 @@ from tests.core.scenario.test_scenario import MINIMAL, parse
 ALONE = KnownCell(10.0, 0.1, 0.1)
 
 
-def asked_for(slo: str = "{ttft_ms: 400, attainment: 0.9}", *sets: str) -> Scenario:
+def with_slo(slo: str = "{ttft_ms: 400, attainment: 0.9}", *sets: str) -> Scenario:
     return parse(MINIMAL.replace("slo: {ttft_ms: 250}", f"slo: {slo}"), *sets)
 
 
@@ -55,19 +55,19 @@ def test_more_requests_and_evener_services_give_more_precision_down_to_a_floor()
 
 
 def test_a_trial_is_as_long_as_the_search_makes_it() -> None:
-    search = asked_for().search
+    search = with_slo().search
     assert trial_s(search, 100.0, 0.1, 0.1) == 20.0  # 2000 requests
     assert trial_s(search, 10.0, 0.1, 0.1) == 60.0  # 600 requests
     assert trial_s(search, 10.0, 0.1, 4.0) == 100.0  # 25 headrooms
     assert trial_s(search, 10.0, 20.0, 0.1) == pytest.approx(216.0)  # its latencies
     assert trial_s(search, 10.0, 0.1, 1e4) == 360.0  # six times the usual
-    short = asked_for("{ttft_ms: 400}", "search.max_trial_s=30", "search.max_requests=200").search
+    short = with_slo("{ttft_ms: 400}", "search.max_trial_s=30", "search.max_requests=200").search
     assert trial_s(short, 100.0, 0.1, 0.1) == 2.0
     assert trial_s(short, 1.0, 0.1, 0.1) == 60.0  # min_requests
 
 
 def test_the_longest_headroom_sets_the_length_of_trials() -> None:
-    scenario = asked_for("{limits: [ttft p90 <= 400, ttft p99.9 <= 4000, tpot mean <= 50]}")
+    scenario = with_slo("{limits: [ttft p90 <= 400, ttft p99.9 <= 4000, tpot mean <= 50]}")
     slo = scenario.slo.main()
     assert headroom_s(slo, ALONE) == pytest.approx(3.9)
     found = prospect_of(scenario, slo, ALONE)
@@ -83,15 +83,15 @@ def test_a_budget_is_shared_and_limits_the_precision() -> None:
     slo = "{ttft_ms: 400, attainment: 0.9}"
     free, much, little = (
         prospect_of(scenario, scenario.slo.main(), ALONE)
-        for scenario in (asked_for(slo), *(asked_for(slo, f"search.budget_s={s}") for s in (10**6, 200)))
+        for scenario in (with_slo(slo), *(with_slo(slo, f"search.budget_s={s}") for s in (10**6, 200)))
     )
     assert free is not None
     assert free == much
     assert little is not None
-    cells = len(asked_for(slo).connectors) * len(asked_for(slo).workload.input_len)
+    cells = len(with_slo(slo).connectors) * len(with_slo(slo).workload.input_len)
     assert little.trials * little.trial_s == pytest.approx(200 / cells)
     assert little.even == half_width(10.0 * 200 / cells, EVEN) > free.even
-    search = asked_for(slo, "search.budget_s=200", "search.precision=0.045").search
+    search = with_slo(slo, "search.budget_s=200", "search.precision=0.045").search
     assert "search.budget_s=" in shortfall_text(search, little)
 
 
@@ -129,16 +129,14 @@ def test_a_mean_is_in_sight_up_to_three_times_its_limit() -> None:
 
 
 def test_the_plan_says_it_in_a_line() -> None:
-    found = prospects(asked_for())
+    found = prospects(with_slo())
     assert [prospect.rate for prospect in found] == [1, 10, 100]
     text = prospect_text(found)
     assert text.startswith("at 1, 10, 100 req/s the time allows ±")
     assert "% if services are even, ±" in text
     assert "12 trials of 600, 60, 20 s" in text
-    assert [prospect.rate for prospect in prospects(asked_for("{ttft_ms: 400}", "search.start_rate=7"))] == [
-        7
-    ]
-    assert prospects(asked_for("{}", "search.method=fixed", "search.rates=[1]")) == ()
+    assert [prospect.rate for prospect in prospects(with_slo("{ttft_ms: 400}", "search.start_rate=7"))] == [7]
+    assert prospects(with_slo("{}", "search.method=fixed", "search.rates=[1]")) == ()
     assert prospect_text(()) == ""
 
 
@@ -154,7 +152,7 @@ def test_the_plan_says_it_in_a_line() -> None:
 def test_what_would_help_where_the_time_does_not_suffice(
     rate: float, sets: tuple[str, ...], helps: str
 ) -> None:
-    scenario = asked_for("{ttft_ms: 400, attainment: 0.9}", *sets)
+    scenario = with_slo("{ttft_ms: 400, attainment: 0.9}", *sets)
     found = prospect_of(scenario, scenario.slo.main(), KnownCell(rate, 0.1, 0.1))
     assert found is not None
     text = shortfall_text(scenario.search, found)

@@ -27,11 +27,11 @@ def test_it_brackets_the_rate(capacity: float, start: float) -> None:
 
 def test_it_goes_as_by_hand() -> None:
     search = BurstSearch(10, 0.1, 1000, 0.05, 20)
-    asked = []
+    rates = []
     while (rate := search.ask()) is not None:
-        asked.append(rate)
+        rates.append(rate)
         search.tell(rate, "met" if rate <= 33 else "missed")
-    assert asked == [10, 20, 40, 30, 35, 32.5, 33.75]
+    assert rates == [10, 20, 40, 30, 35, 32.5, 33.75]
 
 
 @pytest.mark.parametrize(

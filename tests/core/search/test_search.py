@@ -46,14 +46,14 @@ def threshold(truth: float) -> Trial:
     return lambda rate: "met" if rate <= truth else "missed"
 
 
-def asked(search: RateSearch) -> list[tuple[float, str]]:
+def steps(search: RateSearch) -> list[tuple[float, str]]:
     return [(entry.rate, entry.purpose) for entry in search.history]
 
 
 def test_the_way_of_a_cold_start() -> None:
     search = RateSearch(SearchLimits(8, 0.5, 512, 0.2))
     answer = run(search, threshold(20))
-    assert asked(search) == [
+    assert steps(search) == [
         (8, "start"), (16, "expand"), (32, "expand"), (22.63, "bisect"), (19.03, "bisect"),
         (19.03, "confirm"),
     ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_a_trial_has_enough_requests_to_judge_the_slo() -> None:
 def test_a_good_hint_costs_few_trials() -> None:
     search = RateSearch(SearchLimits(8, 0.5, 512, 0.1), Hint(19))
     answer = run(search, threshold(20))
-    assert asked(search) == [(19, "start"), (21.85, "expand"), (20.38, "bisect"), (19, "confirm")]
+    assert steps(search) == [(19, "start"), (21.85, "expand"), (20.38, "bisect"), (19, "confirm")]
     assert (answer.lower, answer.upper) == (19, 20.38)
     untrusted = RateSearch(LIMITS, Hint(19, trusted=False))
     untrusted.tell(19, "met")
@@ -100,11 +100,11 @@ def test_the_ends_of_the_range() -> None:
     high = RateSearch(LIMITS)
     answer = run(high, threshold(math.inf))
     assert (answer.status, answer.censored, answer.lower) == ("censored", "above", 512)
-    assert asked(high)[-1] == (512, "confirm")
+    assert steps(high)[-1] == (512, "confirm")
     low = RateSearch(LIMITS)
     answer = run(low, threshold(0.1))
     assert (answer.status, answer.censored, answer.upper) == ("slo_unattainable", "below", 0.5)
-    assert asked(low) == [(8, "start"), (4, "expand"), (1, "expand"), (0.5, "expand"), (0.5, "confirm")]
+    assert steps(low) == [(8, "start"), (4, "expand"), (1, "expand"), (0.5, "expand"), (0.5, "confirm")]
     only = run(RateSearch(SearchLimits(4, 4, 4)), threshold(5))
     assert (only.status, only.trials) == ("censored", 2)
 
@@ -123,7 +123,7 @@ def test_a_missed_confirmation_moves_the_bracket_down() -> None:
 def test_the_last_trial_confirms() -> None:
     search = RateSearch(SearchLimits(8, 0.5, 512, 0.01, max_trials=4))
     answer = run(search, threshold(10))
-    assert [purpose for _, purpose in asked(search)] == ["start", "expand", "bisect", "confirm"]
+    assert [purpose for _, purpose in steps(search)] == ["start", "expand", "bisect", "confirm"]
     assert (answer.status, answer.confirmed) == ("exhausted", True)
     assert (answer.lower, answer.upper) == (8, 11.31)
 
@@ -154,7 +154,7 @@ def test_a_miss_below_a_met_rate_is_tried_once_more_at_most(verdicts: tuple[Verd
 def test_refused_trials_are_repeated_and_never_counted_as_missed() -> None:
     search = RateSearch(LIMITS)
     answer = run(search, lambda rate: "invalid" if rate > 20 else "met")
-    assert [purpose for rate, purpose in asked(search) if rate == 32] == ["expand", "retry", "retry"]
+    assert [purpose for rate, purpose in steps(search) if rate == 32] == ["expand", "retry", "retry"]
     assert answer.upper is None
     assert (answer.status, answer.censored) == ("undecided", "above")
     assert 19 < answer.lower <= 20

@@ -452,13 +452,13 @@ def test_trials_that_are_all_kept_lead_further_up() -> None:
     search = RateSearch(SearchLimits(start_rate=10, min_rate=0.5, max_rate=512, max_trials=16), None)
     assert search.ask() is not None
     search.tell(10, "missed", wrong.measured)
-    asked = []
+    rates = []
     for _ in range(6):
         probe = search.ask()
-        asked.append(probe.rate)
+        rates.append(probe.rate)
         search.tell(probe.rate, "met", calm)
-    assert asked[-1] > 1.1 * asked[1]
-    assert max(asked) < 11
+    assert rates[-1] > 1.1 * rates[1]
+    assert max(rates) < 11
 
 
 def test_a_lowest_rate_that_stays_open_says_so() -> None:
@@ -508,14 +508,14 @@ def test_a_capacity_that_trials_exceeded_is_left_out() -> None:
     search = RateSearch(LIMITS, ceiling=True)
     search.ask()
     search.tell(512, "undecided", TrialFigures(completion_rate=40.0))
-    asked = []
+    rates = []
     for _ in range(5):
         probe = search.ask()
         assert probe is not None
-        asked.append(probe.rate)
+        rates.append(probe.rate)
         search.tell(probe.rate, "met", some_late)
-    assert asked[0] == 36
-    assert asked[-1] > 80
+    assert rates[0] == 36
+    assert rates[-1] > 80
 
 
 def test_a_rate_that_nothing_missed_is_at_least_that() -> None:

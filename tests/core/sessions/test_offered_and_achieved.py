@@ -70,11 +70,11 @@ def reuse_by_routing(routing: Routing, prefill: int, decode: int) -> float:
         timing=timing_profile("quick"), config=EngineConfig(block_tokens=SIZE, num_blocks=8192),
         prefill=prefill, decode=decode, routing=routing,
     )  # fmt: skip
-    asked = SimulatedLoad(
+    sim_load = SimulatedLoad(
         load.offsets_s, load.input_len, load.output_len, 1e9, hashes=PromptHashes(load, SIZE),
         following=load.following,
     )  # fmt: skip
-    outcome = simulate(system, asked)
+    outcome = simulate(system, sim_load)
     assert all(not record.error for record in outcome.records)
     found = outcome.figures["prefill" if prefill else "aggregated"].prefix_hits / SIZE
     return found / (40 * sum(range(4, 9)))

@@ -143,12 +143,12 @@ def test_beyond_memory_the_longest_that_fits_is_told_and_does_fit() -> None:
         check_memory(kv_work("llama-3.1-70b", longest + 16, 8), 8 << 30)
 
 
-@pytest.mark.parametrize(("asked", "words"), [
+@pytest.mark.parametrize(("arguments", "words"), [
     (("no-such-model", 10), "unknown model"),
     (("qwen3-8b", 0), "--input-len must be at least 1"),
     (("qwen3-8b", 10, 3), "cannot be divided evenly"),
     (("qwen3-8b", 10, 1, 0), "--block-tokens must be"),
 ])  # fmt: skip
-def test_bad_input(asked: tuple[str, int], words: str) -> None:
+def test_bad_input(arguments: tuple[str, int], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        kv_work(*asked)
+        kv_work(*arguments)

@@ -140,19 +140,19 @@ class Slow(NullEndpoint):
     def __init__(self, ends: int = 1 << 30) -> None:
         super().__init__()
         self.started: list[int] = []
-        self._asked: dict[int, int] = {}
+        self._polls: dict[int, int] = {}
         self._ends = ends
 
     def start(self, ticket: Ticket) -> None:
-        assert self._asked.get(id(ticket), 3) == 3, "started again before it was done"
+        assert self._polls.get(id(ticket), 3) == 3, "started again before it was done"
         self.started.append(id(ticket))
-        self._asked[id(ticket)] = 0
+        self._polls[id(ticket)] = 0
 
     def poll(self, ticket: Ticket) -> bool:
         if len(self.started) > self._ends:
             return False
-        self._asked[id(ticket)] += 1
-        return self._asked[id(ticket)] == 3
+        self._polls[id(ticket)] += 1
+        return self._polls[id(ticket)] == 3
 
 
 def tickets(count: int) -> list[Ticket]:
@@ -206,8 +206,8 @@ def kinds(record: TransferRecord, **seen: object) -> list[str]:
 
 def test_a_good_row_has_no_warning() -> None:
     good = {side: {"eth0": 500 << 20, "eth1": 500 << 20} for side in ("initiator", "target")}
-    asked: dict[str, Sequence[str]] = {side: ["eth0", "eth1"] for side in good}
-    assert kinds(row(), carried=good, asked=asked, load_before=0.5, burst_bytes=1 << 16) == []
+    nics: dict[str, Sequence[str]] = {side: ["eth0", "eth1"] for side in good}
+    assert kinds(row(), carried=good, requested_nics=nics, load_before=0.5, burst_bytes=1 << 16) == []
 
 
 def test_each_weakness_is_told() -> None:
@@ -260,19 +260,19 @@ def test_a_row_is_weak_from_its_limits_on() -> None:
 ])  # fmt: skip
 def test_nics_share_what_was_moved(carried: tuple[int, int], kind: str) -> None:
     seen = {"target": {"eth0": carried[0] << 20, "eth1": carried[1] << 20}}
-    found = kinds(row(), carried=seen, asked={"target": ["eth0", "eth1"]})
+    found = kinds(row(), carried=seen, requested_nics={"target": ["eth0", "eth1"]})
     assert found == ([kind] if kind else [])
 
 
 def test_nics_that_did_not_carry_are_named() -> None:
-    asked = {"initiator": ["eth0", "eth1"]}
+    nics = {"initiator": ["eth0", "eth1"]}
     idle = {"initiator": {"eth0": 1000 << 20, "eth1": 1000, "lo": 0}}
-    (warning,) = warnings(row(), CaseConditions(cores=2, carried=idle, asked=asked))
+    (warning,) = warnings(row(), CaseConditions(cores=2, carried=idle, requested_nics=nics))
     assert warning.kind == "idle_nics"
     assert "1 of 2 NICs" in warning.message
     assert "eth1" in warning.message
     elsewhere = {"initiator": {"eth0": 10, "eth1": 10, "lo": 1001 << 20, "eth2": 5}}
-    (warning,) = warnings(row(), CaseConditions(cores=2, carried=elsewhere, asked=asked))
+    (warning,) = warnings(row(), CaseConditions(cores=2, carried=elsewhere, requested_nics=nics))
     assert warning.kind == "bytes_elsewhere"
     assert "only 0%" in warning.message
     assert "lo" in warning.message

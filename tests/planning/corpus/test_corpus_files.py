@@ -87,9 +87,9 @@ def test_a_folder_and_a_file_of_many_lines_are_the_same(tmp_path: Path) -> None:
 
 def test_aiperf_sessions(tmp_path: Path) -> None:
     system = {"role": "system", "text": "s" * 400}
-    asked = {"text": "x" * 800, "output_length": 50}
+    first = {"text": "x" * 800, "output_length": 50}
     again = {"text": "y" * 40, "output_length": 7, "delay": 1500}
-    (session,) = load_corpus(written(tmp_path, {"session_id": "a", "turns": [system, asked, again]})).sessions
+    (session,) = load_corpus(written(tmp_path, {"session_id": "a", "turns": [system, first, again]})).sessions
     assert [(turn.input_len, turn.output_len) for turn in session.turns] == [(300, 50), (360, 7)]
     assert [turn.think_time_s for turn in session.turns] == [0.0, 1.5]
     assert session.turns[1].blocks[:4].tolist() == session.turns[0].blocks.tolist()

@@ -102,8 +102,8 @@ def read_all(sock: socket.socket) -> bytes:
 
 
 def completion(request_id: str = "r", close: bool = False, **body: Any) -> bytes:
-    asked = {"stream": True, "stream_options": {"include_usage": True}, "prompt": [1, 2, 3], **body}
-    data = json.dumps(asked).encode()
+    payload = {"stream": True, "stream_options": {"include_usage": True}, "prompt": [1, 2, 3], **body}
+    data = json.dumps(payload).encode()
     closing = "connection: close\r\n" if close else ""
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{closing}X-Request-Id: {request_id}\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
@@ -191,8 +191,8 @@ def test_arrivals_are_stamped_by_the_kernel_if_it_can(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_not_streamed_comes_when_its_last_token_is_due(tmp_path: Path) -> None:
     with exact(tmp_path) as server:
-        asked = {"stream": False, "max_tokens": 5, "kv_transfer_params": {"do_remote_decode": True}}
-        answer = ask(server, completion(close=True, **asked)).partition(b"\r\n\r\n")[2]
+        fields = {"stream": False, "max_tokens": 5, "kv_transfer_params": {"do_remote_decode": True}}
+        answer = ask(server, completion(close=True, **fields)).partition(b"\r\n\r\n")[2]
         row = server.log()["requests"][0]
     body = json.loads(answer)
     assert body["usage"]["completion_tokens"] == 5

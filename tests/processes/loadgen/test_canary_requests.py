@@ -24,10 +24,10 @@ SEED, LENGTHS, VOCAB = 5, (8, 12), 1000
 
 def pool_of(url: str, size: int) -> CanaryPool:
     """What the server answers to each prompt alone, not streamed."""
-    asked = CanaryPool("own", LENGTHS, (LENGTHS,) * size, SEED, VOCAB, Outputs(("",) * size, 0.0))
+    pool = CanaryPool("own", LENGTHS, (LENGTHS,) * size, SEED, VOCAB, Outputs(("",) * size, 0.0))
     texts = []
     for number in range(size):
-        body = {"model": "tiny", "prompt": asked.prompt(number), "max_tokens": LENGTHS[1]}
+        body = {"model": "tiny", "prompt": pool.prompt(number), "max_tokens": LENGTHS[1]}
         answer = httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=10)
         texts.append(answer.json()["choices"][0]["text"])
     return CanaryPool("own", LENGTHS, (LENGTHS,) * size, SEED, VOCAB, Outputs(tuple(texts), 0.0))

@@ -125,8 +125,8 @@ def assert_in_order(record: RequestRecord, at_once: bool) -> None:
         (record.decode_sent_s, record.decode_first_byte_s),
     )
     assert None not in (*prefill, *decode)
-    asked, answered, sent, first = (float(time or 0.0) for time in (*prefill, *decode))
-    assert record.scheduled_s - 1e-3 <= asked <= answered
+    requested, answered, sent, first = (float(time or 0.0) for time in (*prefill, *decode))
+    assert record.scheduled_s - 1e-3 <= requested <= answered
     assert sent <= first <= record.first_token_s + 1e-3
     if not at_once:
         assert answered <= sent

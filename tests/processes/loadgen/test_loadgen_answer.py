@@ -331,20 +331,20 @@ def test_the_stream_reader_survives_anything(data: bytes, size: int) -> None:
     reader.finish()
 
 
-@pytest.mark.parametrize("asked", [None, 1, 3])
-def test_an_answer_of_far_more_events_than_tokens_is_given_up(asked: int | None) -> None:
+@pytest.mark.parametrize("tokens", [None, 1, 3])
+def test_an_answer_of_far_more_events_than_tokens_is_given_up(tokens: int | None) -> None:
     reader = StreamReader()
-    reader.asked_tokens = asked
-    most = EVENTS_A_TOKEN * (asked or 0) + SPARE_EVENTS
+    reader.requested_tokens = tokens
+    most = EVENTS_A_TOKEN * (tokens or 0) + SPARE_EVENTS
     reader.feed(TOKEN * most, 0)
     assert (reader.error, reader.endless, len(reader.token_stamps)) == ("", False, most)
     reader.feed(TOKEN, 1)
-    assert reader.endless is (asked is not None)
-    if asked is None:
+    assert reader.endless is (tokens is not None)
+    if tokens is None:
         assert reader.error == ""
     else:
         assert reader.error == "bad_stream"
-        assert reader.detail == f"{most + 1:,} token events where {asked} tokens were requested"
+        assert reader.detail == f"{most + 1:,} token events where {tokens} tokens were requested"
 
 
 def stamp_of(real_ns: int) -> bytes:
@@ -450,5 +450,5 @@ def test_a_prompt_that_is_sent_back_is_not_decoded() -> None:
 
 
 def test_p_is_not_asked_for_ids() -> None:
-    asked = one_token_prefill({"prompt": [1], "return_token_ids": True, "stream_options": {}})
-    assert "return_token_ids" not in asked
+    body = one_token_prefill({"prompt": [1], "return_token_ids": True, "stream_options": {}})
+    assert "return_token_ids" not in body

@@ -45,10 +45,10 @@ async def noting(
     answer: bytes | None, delay_s: float = 0.0
 ) -> AsyncIterator[tuple[str, list[ReceivedRequest]]]:
     """A server that answers with that JSON, or with a stream of three tokens, and notes what it was asked."""
-    asked: list[ReceivedRequest] = []
+    requests: list[ReceivedRequest] = []
 
     async def handler(request: ReceivedRequest, response: Response) -> None:
-        asked.append(request)
+        requests.append(request)
         await asyncio.sleep(delay_s)
         if answer is not None:
             response.send(200, answer)
@@ -62,7 +62,7 @@ async def noting(
 
     server = await serve(handler, HOST, 0)
     try:
-        yield f"http://{HOST}:{server.port}", asked
+        yield f"http://{HOST}:{server.port}", requests
     finally:
         await server.close()
 
@@ -110,11 +110,11 @@ async def test_p_and_d_are_asked_one_after_the_other_and_in_turn() -> None:
     assert (len(at_p0), len(at_p1), len(at_d)) == (2, 2, 4)
     assert [record.error_detail for record in records] == [""] * 4
     prompts = token_prompts(4, PromptShape(8, 1000), 7).tolist()
-    asked = {int(request.headers["x-request-id"].rpartition("-")[2]): request for request in at_p0 + at_p1}
-    assert {index % 2 for index in asked if asked[index] in at_p0} == {0}
+    by_index = {int(request.headers["x-request-id"].rpartition("-")[2]): request for request in at_p0 + at_p1}
+    assert {index % 2 for index in by_index if by_index[index] in at_p0} == {0}
     for request in at_d:
         index = index_of(request)
-        body, before = json.loads(request.body), json.loads(asked[index].body)
+        body, before = json.loads(request.body), json.loads(by_index[index].body)
         assert body["prompt"] == before["prompt"] == prompts[index]
         assert (body["max_tokens"], body["stream"]) == (3, True)
         assert body["kv_transfer_params"] == PARAMS

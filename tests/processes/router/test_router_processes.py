@@ -158,7 +158,7 @@ def test_round_robin_does_not_look_at_sessions() -> None:
 
 
 async def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) -> None:
-    asked: set[int] = set()
+    statuses: set[int] = set()
     answering = False
 
     def engine(request: ReceivedRequest, response: Response) -> None:
@@ -175,10 +175,10 @@ async def test_none_is_healthy_before_all_know_the_engine_ids(tmp_path: Path) ->
     with router(tmp_path, **spec) as (_, port):
         while True:
             with contextlib.suppress(OSError):
-                asked.add((await one(port, "GET", "/health")).status)
+                statuses.add((await one(port, "GET", "/health")).status)
                 break
             await asyncio.sleep(0.05)
-        assert asked == {503}
+        assert statuses == {503}
         answering = True
         await until_healthy(port)
         for _ in range(2 * PROCESSES):

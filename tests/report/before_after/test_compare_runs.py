@@ -51,9 +51,9 @@ def copied(tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def printed(paths: Sequence[Path], **asked: Any) -> tuple[int, str]:
+def printed(paths: Sequence[Path], **options: Any) -> tuple[int, str]:
     out = io.StringIO()
-    code = compare.command(paths, CompareOptions(**asked), Console(file=out, width=160))
+    code = compare.command(paths, CompareOptions(**options), Console(file=out, width=160))
     return code, out.getvalue()
 
 

@@ -67,8 +67,8 @@ def all_tables(run: RunFolder) -> Iterator[tuple[str, Table]]:
                 yield f"{section.anchor}: {', '.join(section.writers)}", block.table
     if run.manifest.get("kind") != "microbench":
         for axis in ("", "input_len"):
-            asked = CompareOptions(group=axis, format="md")
-            for table in rows_page(compare_runs([run], asked), asked).tables:
+            options = CompareOptions(group=axis, format="md")
+            for table in rows_page(compare_runs([run], options), options).tables:
                 yield "compare", table
 
 
@@ -79,12 +79,12 @@ def keys_of(title: str) -> list[str] | None:
     latency = LATENCY.search(title)
     if latency is None or "router" in title:
         return None
-    asked = [STATISTICS[word] for word in re.findall(r"\b(?:mean|P50|P90|P99|Mean|Median)\b", title)]
+    stats = [STATISTICS[word] for word in re.findall(r"\b(?:mean|P50|P90|P99|Mean|Median)\b", title)]
     name, whole_run = latency[0].lower(), title.endswith(OF_WHOLE_RUN)
-    if not asked:
+    if not stats:
         return None
     serve = {"p50": "median"}
-    return [f"{serve.get(stat, stat)}_{name}_ms" if whole_run else f"{name}_ms_{stat}" for stat in asked]
+    return [f"{serve.get(stat, stat)}_{name}_ms" if whole_run else f"{name}_ms_{stat}" for stat in stats]
 
 
 def figures_of(run: RunFolder) -> dict[str, dict[str, Any]]:

@@ -27,8 +27,8 @@ SHORT = ("--rate", "15", "--before", "2", "--down", "1.5", "--after", "4", "--de
 
 
 def chaos(results: Path, *faults: str, more: tuple[str, ...] = (), sets: tuple[str, ...] = ()) -> Finished:
-    asked = [word for fault in faults for word in ("--fault", fault)]
-    words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(results), *more)
+    flags = [word for fault in faults for word in ("--fault", fault)]
+    words = ("chaos", "quickstart", *SHORT, *flags, "--output", str(results), *more)
     return patient(*words, sets=(*EASY, *sets))
 
 
@@ -132,8 +132,8 @@ def test_two_runs_are_compared_and_other_kinds_are_refused(done: tuple[Finished,
 
 @pytest.mark.heavy
 def test_an_interrupt_leaves_a_readable_folder_and_nothing_running_and_it_goes_on(tmp_path: Path) -> None:
-    asked = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
-    words = ("chaos", "quickstart", *SHORT, *asked, "--output", str(tmp_path))
+    flags = ("--fault", "freeze:router", "--fault", "restart:decode", "--fault", "kill:router")
+    words = ("chaos", "quickstart", *SHORT, *flags, "--output", str(tmp_path))
     with Running(*words, sets=EASY) as running:
         running.wait_for("goodput lost")  # the first is done; the second is interrupted in its load
         running.wait_for(": ready after")

@@ -17,19 +17,19 @@ from kvbench.sweep.chaos_soak.constant_rate import (
 )
 
 
-def deadline_s(*sets: str, asked: float | None = None) -> float:
-    scenario, _ = fixed_rate_scenario(CliOptions("quickstart", sets), HeldOptions(rate=5.0, deadline_s=asked))
+def deadline_s(*sets: str, limit: float | None = None) -> float:
+    scenario, _ = fixed_rate_scenario(CliOptions("quickstart", sets), HeldOptions(rate=5.0, deadline_s=limit))
     return scenario.request_timeout_s
 
 
 def test_a_request_hangs_after_ten_seconds_or_three_times_what_it_may_take() -> None:
     assert deadline_s() == 10.0
     assert deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100") == pytest.approx(3 * (8 + 15 * 0.1))
-    assert (deadline_s("workload.request_timeout_s=4"), deadline_s(asked=33.0)) == (4.0, 33.0)
+    assert (deadline_s("workload.request_timeout_s=4"), deadline_s(limit=33.0)) == (4.0, 33.0)
     with pytest.raises(
         InputError, match=r"--deadline 7 is shorter than the 9\.5 s that the SLO allows one request"
     ):
-        deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100", asked=7.0)
+        deadline_s("slo.ttft_ms=8000", "slo.tpot_ms=100", limit=7.0)
 
 
 def test_one_length_is_held_and_pairs_alone_are_struck() -> None:

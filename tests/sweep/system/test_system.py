@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 LOAD = ("--input-len", "512", "--output-len", "1", "--ttft-ms", "300", "--attainment", "0.9")
 
 
-def asked(system: str, *sets: str, service_s: float = 0.1) -> CliOptions:
+def options(system: str, *sets: str, service_s: float = 0.1) -> CliOptions:
     """A search for M/D/1's rate: 90 % of first tokens within three service times."""
     return CliOptions(
         system=system, overrides=sets, input_len="512", output_len=1, ttft_ms=3e3 * service_s, attainment=0.9
@@ -51,7 +51,7 @@ def test_the_rate_of_a_queue_is_found(tmp_path: Path, service_s: float, aborts: 
     system = command(tmp_path, QUEUE, service_s, *([aborts] if aborts else []))
     found = []
     for seed in (1, 2, 3):
-        run = searched(tmp_path, asked(system, f"seed={seed}", service_s=service_s))
+        run = searched(tmp_path, options(system, f"seed={seed}", service_s=service_s))
         (cell,) = run.cells
         assert cell.status == "done"
         answer = cell.answer or {}
@@ -71,7 +71,7 @@ def test_at_the_true_rate_a_trial_has_the_true_share(tmp_path: Path) -> None:
     long = ("search.trial_s=1000", "search.max_requests=20000")
     met = []
     for seed in (1, 2, 3, 4):
-        cli = asked(command(tmp_path, QUEUE, 0.1), f"seed={seed}", *long)
+        cli = options(command(tmp_path, QUEUE, 0.1), f"seed={seed}", *long)
         run = searched(tmp_path, replace(cli, rates=f"{rate:.6f}", method="fixed"))
         (trial,) = run.all_trials
         met.append(trial.summary["slo_attainment"])
@@ -84,7 +84,7 @@ def test_a_backlog_is_carried_on_or_dropped(tmp_path: Path) -> None:
     for aborts in ("", "abort"):
         system = command(tmp_path, QUEUE, 1.0, *([aborts] if aborts else []))
         sets = ("workload.request_timeout_s=10", "search.trial_s=30", "search.min_requests=20")
-        cli = replace(asked(system, *sets), rates="3,0.3", method="fixed")
+        cli = replace(options(system, *sets), rates="3,0.3", method="fixed")
         first, second = searched(tmp_path, cli).all_trials
         assert first.summary["planned"] == 90
         assert first.verdict != "invalid" != second.verdict
@@ -94,7 +94,7 @@ def test_a_backlog_is_carried_on_or_dropped(tmp_path: Path) -> None:
 
 
 def test_the_same_run_twice_has_the_same_trials(tmp_path: Path) -> None:
-    cli = asked(command(tmp_path, QUEUE, 0.1))
+    cli = options(command(tmp_path, QUEUE, 0.1))
 
     def trials(place: str) -> list[dict[str, Any]]:
         path = simulated(cli, tmp_path / place)
@@ -108,7 +108,7 @@ def test_the_same_run_twice_has_the_same_trials(tmp_path: Path) -> None:
 def test_a_run_as_the_system_hears_it(tmp_path: Path) -> None:
     log = tmp_path / "told.jsonl"
     system = command(tmp_path, ECHO, 0.05, log)
-    run = searched(tmp_path, asked(system, "search.max_rate=40", "search.start_rate=20"))
+    run = searched(tmp_path, options(system, "search.max_rate=40", "search.start_rate=20"))
     messages = [json.loads(line) for line in log.read_text().splitlines()]
     assert [message["type"] for message in messages] == ["trial", "end"] * (len(messages) // 2)
     clock_s = 0.0
@@ -132,7 +132,7 @@ def test_a_stopped_trial_ends_after_the_grace(tmp_path: Path) -> None:
     """Of a system that never answers more than its first requests."""
     code = ECHO.replace("each + latency_s for", "each + (latency_s if each < 1 else 50) for")
     log = tmp_path / "told.jsonl"
-    cli = asked(command(tmp_path, code, 0.05, log), "search.max_trials=1", "search.start_rate=20")
+    cli = options(command(tmp_path, code, 0.05, log), "search.max_trials=1", "search.start_rate=20")
     run = searched(tmp_path, cli)
     messages = [json.loads(line) for line in log.read_text().splitlines()]
     sizes = [len(trial["arrivals_s"]) for trial in messages[::2]]
@@ -164,7 +164,7 @@ for line in sys.stdin:
 @pytest.mark.parametrize(("blocked_s", "void"), [(20.0, False), (5000.0, True)])
 def test_no_trial_begins_on_a_backlog(tmp_path: Path, blocked_s: float, void: bool) -> None:
     """After each trial the system does nothing for some time: it is waited for, or the next trial is void."""
-    cli = replace(asked(command(tmp_path, BLOCKED, blocked_s)), rates="4,5", method="fixed")
+    cli = replace(options(command(tmp_path, BLOCKED, blocked_s)), rates="4,5", method="fixed")
     run = searched(tmp_path, cli)
     first, second = run.all_trials
     assert first.verdict != "invalid"
@@ -176,7 +176,7 @@ def test_no_trial_begins_on_a_backlog(tmp_path: Path, blocked_s: float, void: bo
 def test_a_slow_system_is_given_the_time_that_its_slo_allows(tmp_path: Path) -> None:
     """A request alone takes 100 s, and may take 150: neither it nor a trial's is cut off after a minute."""
     cli = replace(
-        asked(command(tmp_path, ECHO, 100.0, tmp_path / "told.jsonl")),
+        options(command(tmp_path, ECHO, 100.0, tmp_path / "told.jsonl")),
         rates="0.05",
         method="fixed",
         ttft_ms=150e3,
@@ -215,7 +215,7 @@ def test_the_example_of_the_page_runs_and_tells_the_truth(tmp_path: Path) -> Non
 
 
 def test_the_scenario_in_the_folder_is_simulated_again_and_nothing_else(tmp_path: Path) -> None:
-    cli = replace(asked(command(tmp_path, QUEUE, 0.1)), rates="2", method="fixed")
+    cli = replace(options(command(tmp_path, QUEUE, 0.1)), rates="2", method="fixed")
     first = simulated(cli, tmp_path / "first")
     scenario = str(first / "scenario.yaml")
     again = searched(tmp_path, CliOptions(scenario, rates="2"))
@@ -263,7 +263,7 @@ def test_nonsense_is_told_and_the_folder_can_be_read(tmp_path: Path, name: str) 
     system = command(tmp_path, code)
     if does is None:
         system = shlex.join([sys.executable, str(tmp_path / "no-such-script.py")])
-    run = searched(tmp_path, asked(system, "deployment.engine_options.answer_timeout_s=1"))
+    run = searched(tmp_path, options(system, "deployment.engine_options.answer_timeout_s=1"))
     (cell,) = run.cells
     assert cell.status == "failed"
     assert re.search(reason, cell.reason), cell.reason
@@ -294,7 +294,7 @@ for line in sys.stdin:
     answer = {"first_token_s": first, "last_token_s": last, "error": error, "events_s": events}
     print(json.dumps(answer), flush=True)
 """
-    cli = replace(asked(command(tmp_path, code)), rates="2", method="fixed", output_len=3)
+    cli = replace(options(command(tmp_path, code)), rates="2", method="fixed", output_len=3)
     cli = replace(cli, overrides=("workload.request_timeout_s=5", "search.trial_s=10"))
     run = searched(tmp_path, cli)
     records = run.request_records(run.all_trials[0].trial_id)

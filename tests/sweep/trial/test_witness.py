@@ -50,13 +50,13 @@ def test_hardware_and_links_may_be_stated() -> None:
 
 
 def test_nics_by_the_options_that_name_them() -> None:
-    assert MooncakeOptions(device_name="mlx5_0,mlx5_1").nics_asked == ("mlx5_0", "mlx5_1")
+    assert MooncakeOptions(device_name="mlx5_0,mlx5_1").requested_nics == ("mlx5_0", "mlx5_1")
     named = MooncakeOptions(device_name="mlx5_0")
-    assert connectors.get("mooncake").transport_asked(named) == "rdma"  # by its own choice it may be TCP
+    assert connectors.get("mooncake").requested_transport(named) == "rdma"  # by its own choice it may be TCP
     assert named.settled().protocol == "tcp"  # as the emulated engine moves KV
-    assert NixlPushOptions(ucx_net_devices="mlx5_0:1, mlx5_0:2,lo").nics_asked == ("mlx5_0", "lo")
-    assert NixlPushOptions(ucx_net_devices="all").nics_asked == ()
-    assert (MooncakeStoreOptions(device_name="").nics_asked, ConnectorOptions().nics_asked) == ((), ())
+    assert NixlPushOptions(ucx_net_devices="mlx5_0:1, mlx5_0:2,lo").requested_nics == ("mlx5_0", "lo")
+    assert NixlPushOptions(ucx_net_devices="all").requested_nics == ()
+    assert MooncakeStoreOptions(device_name="").requested_nics == ConnectorOptions().requested_nics == ()
 
 
 def test_slots_by_the_engine_s_options() -> None:

@@ -100,12 +100,12 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
     bound: Literal["above", "below"] = "below" if outcome.verdict == "met" else "above"
     if measured is None:
         return None if outcome.verdict == "undecided" else RatePoint(rate, bound=bound)
-    asked = OF_MEAN if measured.target is None else measured.target
+    target = OF_MEAN if measured.target is None else measured.target
     capacity, capacity_error = measured.capacity, measured.capacity_error or 0.0
     if measured.grows or measured.attainment is None or not measured.n:
         return RatePoint(
             rate,
-            attainment=asked,
+            attainment=target,
             end_s=measured.duration_s,
             bound=bound,
             capacity=capacity,
@@ -118,7 +118,7 @@ def point_of(outcome: TrialOutcome, attainment: float) -> RatePoint | None:
         rate *= min(max(surplus, 1 / ARRIVALS_MOST), ARRIVALS_MOST)
     found = RatePoint(
         rate,
-        attainment=asked,
+        attainment=target,
         begin_s=begin_s,
         end_s=end_s,
         queue_rate=measured.queue_rate,

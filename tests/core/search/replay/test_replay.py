@@ -61,7 +61,7 @@ def exponential(work_s: float) -> Server:
     return lambda arrived, rng: queues.fifo(arrived, rng.exponential(work_s, len(arrived)), 1)
 
 
-def asked(found: ReplayResult | None) -> ReplayResult:
+def result(found: ReplayResult | None) -> ReplayResult:
     assert found is not None
     return found
 
@@ -74,7 +74,7 @@ def models(found: ReplayResult) -> tuple[str, ...]:
 def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
     """M/D/1 of 100 ms: 90 % within 300 ms up to 5.87 req/s (Crommelin's formula)."""
     trials = [trial(even(0.1), 5.0, 30, 10 + seed), trial(even(0.1), 5.8, 60, 20 + seed)]
-    found = asked(replayed(tuple(trials), TTFT_300))
+    found = result(replayed(tuple(trials), TTFT_300))
     assert not found.objections
     assert models(found) == ("1 server in order of arrival, 0 ms fixed",)
     assert found.estimate.lower < 5.87 < found.estimate.upper
@@ -84,18 +84,18 @@ def test_a_queue_of_even_work_is_known_after_some_seconds(seed: int) -> None:
 def test_one_trial_that_is_replayed_exactly_suffices_where_few_requests_queue() -> None:
     """M/D/1 of 100 ms with idle servers for 90 %: the share within 1.005 times the service is 1 − load."""
     near_idle = Objective((Goal("share", 0.9, (("ttft_ms", 0.1005),)),))
-    found = asked(replayed((trial(even(0.1), 0.97, 600, 1),), near_idle))
+    found = result(replayed((trial(even(0.1), 0.97, 600, 1),), near_idle))
     assert found.roots[0].near.error < 0.01
     assert found.estimate.lower < 1.0 < found.estimate.upper
-    random = asked(replayed((trial(exponential(0.1), 0.97, 600, 1),), TTFT_300))
+    random = result(replayed((trial(exponential(0.1), 0.97, 600, 1),), TTFT_300))
     assert random.roots[0].near.error > found.roots[0].near.error
 
 
 def test_random_work_takes_longer() -> None:
     """M/M/1 of 60 ms: P(T > 0.3) = exp(−(μ − λ) 0.3) = 0.1 at λ = μ − ln(10) / 0.3 = 8.99 req/s."""
-    short = asked(replayed((trial(exponential(0.06), 8.5, 30, 1),), TTFT_300))
+    short = result(replayed((trial(exponential(0.06), 8.5, 30, 1),), TTFT_300))
     trials = [trial(exponential(0.06), 8.5, 400, seed) for seed in (2, 3)]
-    long = asked(replayed(tuple(trials), TTFT_300))
+    long = result(replayed(tuple(trials), TTFT_300))
     assert long.estimate.width < short.estimate.width
     assert long.estimate.lower < 8.99 < long.estimate.upper
     stored = long.to_json()
@@ -108,22 +108,22 @@ def test_the_forecast_of_requests_is_about_what_the_precision_then_takes(rates: 
     """M/M/1 of 60 ms: the interval after that many more requests near the rate is about as narrow. How
     much the trials will scatter is not foreseen."""
     trials = [trial(exponential(0.06), rate, 60, 10 + place) for place, rate in enumerate(rates)]
-    short = asked(replayed(tuple(trials), TTFT_300))
+    short = result(replayed(tuple(trials), TTFT_300))
     further = short.further_requests(0.08)
     assert further > short.requests
     rate = short.estimate.median
-    longer = asked(replayed((*trials, trial(exponential(0.06), rate, further / rate, 30)), TTFT_300))
+    longer = result(replayed((*trials, trial(exponential(0.06), rate, further / rate, 30)), TTFT_300))
     assert longer.estimate.width == pytest.approx(0.08, rel=0.3)
 
 
 def test_no_more_requests_are_forecast_exactly_once_the_precision_is_reached() -> None:
-    found = asked(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
+    found = result(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
     assert found.further_requests(found.estimate.width * 1.001) == 0
     assert found.further_requests(found.estimate.width / 1.001) > 0
 
 
 def test_no_number_of_requests_is_forecast_where_none_is_enough() -> None:
-    found = asked(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
+    found = result(replayed((trial(exponential(0.06), 8.5, 60, 1),), TTFT_300))
     assert found.further_requests(found.finest) == math.inf
     (root,) = found.roots
     differ = dataclasses.replace(found, roots=(root, dataclasses.replace(root, rate=1.3 * root.rate)))
@@ -135,7 +135,7 @@ def history_of(*trials: TrialRequests, seconds_left: float) -> tuple[TrialHistor
     outcomes = tuple(TrialOutcome(trial.rate, "missed", requests=trial) for trial in trials)
     limits = SearchLimits(8.0, 0.1, 100.0, seconds_left=seconds_left)
     history = TrialHistory(limits, outcomes, TTFT_300)
-    return history, asked(history.replay)
+    return history, result(history.replay)
 
 
 def test_a_search_gives_up_for_its_time_only_after_a_trial_near_the_answer() -> None:
@@ -157,7 +157,7 @@ def test_requests_of_a_rare_kind_had_a_chance_to_appear_before_an_answer() -> No
     slow = dataclasses.replace(TTFT_300, goals=(Goal("share", 0.9, (("ttft_ms", 30.0),)),))
     outcomes = tuple(TrialOutcome(trial.rate, "met", requests=trial) for trial in trials)
     history = TrialHistory(SearchLimits(0.06, 0.01, 100.0), outcomes, slow)
-    replay = asked(history.replay)
+    replay = result(history.replay)
     assert replay.estimate.width < 0.05
     assert replay.requests == 450
     assert not by_replay.suffices(history, replay)
@@ -203,7 +203,7 @@ def test_a_precision_that_no_replay_has_ends_a_search_once_trials_gain_nothing()
     assert by_replay.too_far(finer, replay)
     assert by_replay.needed_text(finer, replay) == "±1.2 % is finer than any replay of requests (±1.9 %)"
     less = dataclasses.replace(finer, outcomes=finer.outcomes[:3])
-    assert not by_replay.too_far(less, asked(less.replay))
+    assert not by_replay.too_far(less, result(less.replay))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_servers_side_by_side_are_counted(servers: int, work_s: float, rates: tu
     """Also where one server with a fixed part is more likely than 73 or 77."""
     objective = Objective((Goal("share", 0.9, (("ttft_ms", 1.5),)),))
     trials = tuple(trial(even(work_s, servers), rate, 60, seed) for seed, rate in enumerate(rates))
-    found = asked(replayed(trials, objective))
+    found = result(replayed(trials, objective))
     assert models(found) == (f"{servers} servers in order of arrival, 0 ms fixed",)
 
 
@@ -229,7 +229,7 @@ def test_requests_that_outlast_their_trial_count_with_the_work_of_those_that_end
     ended = np.concatenate(candidate.work)
     assert 20 / np.nanmean(ended) > 9.0, "those that ended were shorter"
     assert 20 / whole_work(trials, candidate).mean() == pytest.approx(8.23, rel=0.05)
-    found = asked(replayed(trials, limit))
+    found = result(replayed(trials, limit))
     assert not found.objections
     assert found.estimate.lower < 8.23 < found.estimate.upper
 
@@ -237,7 +237,7 @@ def test_requests_that_outlast_their_trial_count_with_the_work_of_those_that_end
 def test_work_of_which_none_has_ended_is_unknown() -> None:
     short = tuple(trial(rarely_slow, 9.5, seconds, seconds) for seconds in (30, 35, 40))
     limit = Objective((Goal("share", 0.8, (("ttft_ms", 15.0),)),))
-    (first, *_) = asked(replayed(short, limit)).objections
+    (first, *_) = result(replayed(short, limit)).objections
     assert re.fullmatch(r"\d+% of the work is in requests longer than any that ended", first)
 
 
@@ -249,14 +249,14 @@ def test_many_equal_short_works_are_no_fixed_part_of_the_latency() -> None:
 
     objective = Objective((Goal("share", 0.8, (("ttft_ms", 25.0),)),))
     trials = (trial(mixed, rate, 100, seed) for seed, rate in enumerate((4.0, 8.0, 18.0)))
-    assert models(asked(replayed(tuple(trials), objective))) == (
+    assert models(result(replayed(tuple(trials), objective))) == (
         "40 servers in order of arrival, 0 ms fixed",
     )
 
 
 def test_a_fixed_part_of_the_latency_is_not_taken_for_work() -> None:
     delayed: Server = lambda arrived, rng: 0.2 + queues.fifo(arrived, np.full(len(arrived), 0.05), 1)  # noqa: E731
-    found = asked(replayed((trial(delayed, 15.0, 60, 3),), TTFT_300))
+    found = result(replayed((trial(delayed, 15.0, 60, 3),), TTFT_300))
     assert models(found) == ("1 server in order of arrival, 200 ms fixed",)
 
 
@@ -267,14 +267,14 @@ def test_requests_that_share_a_server_are_told_from_those_in_a_line(servers: int
     def shared(arrived: FloatArray, rng: np.random.Generator) -> FloatArray:
         return queues.shared(arrived, servers * rng.uniform(0.05, 0.07, len(arrived)), servers)
 
-    found = asked(replayed((trial(shared, 8.0, 300, 4), trial(shared, 20.0, 60, 5)), TTFT_300))
+    found = result(replayed((trial(shared, 8.0, 300, 4), trial(shared, 20.0, 60, 5)), TTFT_300))
     assert models(found)[0] == text
 
 
 def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
     """What was not seen to end is not taken for fast, nor for slow."""
     trials = [trial(even(0.1), 12.0, 60, 5, stop_s=9.0), trial(even(0.1), 5.8, 40, 6)]
-    found = asked(replayed(tuple(trials), TTFT_300))
+    found = result(replayed(tuple(trials), TTFT_300))
     assert not found.objections
     assert found.estimate.lower < 5.87 < found.estimate.upper
 
@@ -290,7 +290,7 @@ def test_a_trial_that_was_stopped_tells_as_much_as_it_has() -> None:
     ids=["drifts", "turns"],
 )
 def test_a_server_that_no_queue_explains_is_refuted(server: Server, objection: str) -> None:
-    found = asked(replayed((trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)), TTFT_300))
+    found = result(replayed((trial(server, 6.0, 80, 7), trial(server, 9.0, 80, 8)), TTFT_300))
     assert found.objections
     assert any(objection in text for text in found.objections)
 
@@ -302,7 +302,7 @@ def test_the_rate_is_the_capacity_where_the_limit_is_far_above_the_latency() -> 
     def servers(arrived: FloatArray, rng: np.random.Generator) -> FloatArray:
         return queues.fifo(arrived, rng.exponential(1.0, len(arrived)), 60)
 
-    found = asked(replayed((trial(servers, 57.0, 100.0, 3),), far))
+    found = result(replayed((trial(servers, 57.0, 100.0, 3),), far))
     assert found.estimate.lower < 60 < found.estimate.upper
     assert found.error < 0.05
 
@@ -315,7 +315,7 @@ def test_near_the_capacity_the_error_by_sampling_is_that_of_the_mean_work() -> N
         return queues.fifo(arrived, rng.exponential(0.6, len(arrived)), 4)
 
     trials = tuple(trial(servers, rate, 120.0, seed) for seed, rate in enumerate((5.9, 6.1)))
-    root = asked(replayed(trials, far)).roots[0]
+    root = result(replayed(trials, far)).roots[0]
     assert root.rate > 0.95 * 4 / 0.6
     assert root.sampling == pytest.approx(1.2 / math.sqrt(sum(map(len, trials))), rel=0.4)
 
@@ -323,7 +323,7 @@ def test_near_the_capacity_the_error_by_sampling_is_that_of_the_mean_work() -> N
 def test_a_rate_far_below_the_capacity_is_found() -> None:
     """M/D/1 of 100 ms: at 0.05 req/s it is busy 0.5 % of the time, so 99.5 % of requests don't wait."""
     at_once = Objective((Goal("share", 0.995, (("ttft_ms", 0.1001),)),))
-    found = asked(replayed(tuple(trial(even(0.1), rate, 4000, 3) for rate in (0.5, 0.25)), at_once))
+    found = result(replayed(tuple(trial(even(0.1), rate, 4000, 3) for rate in (0.5, 0.25)), at_once))
     assert not found.objections
     assert found.estimate.median == pytest.approx(0.05, rel=0.1)
 
@@ -334,12 +334,12 @@ def test_a_replay_with_all_met_trials_above_its_interval_widens_that_of_the_answ
     above = trial(exponential(0.06), 12.0, 100, 2)
     met = TrialOutcome(12.0, "met", requests=above)
     contradicted = dataclasses.replace(history, outcomes=(*history.outcomes, met))
-    assert not asked(contradicted.replay).objections
+    assert not result(contradicted.replay).objections
     assert contradicted.trusted_replay is None
     by_figures = RateEstimate(np.array([11.0, 12.0, 13.0]), np.array([0.25, 0.5, 0.25]))
     answer = by_measurements.answer(contradicted, by_figures, finished=False)
     assert (answer.max_request_rate, answer.upper) == (12.0, by_figures.upper)
-    assert answer.lower == asked(contradicted.replay).estimate.lower < by_figures.lower
+    assert answer.lower == result(contradicted.replay).estimate.lower < by_figures.lower
     below = TrialOutcome(8.0, "met", requests=history.outcomes[0].requests)
     assert dataclasses.replace(history, outcomes=(below, met)).trusted_replay is not None
 
@@ -350,7 +350,7 @@ def test_trials_that_differ_by_more_than_their_replays_are_less_certain() -> Non
 
     def error(speeds: tuple[float, ...]) -> float:
         trials = (trial(even(speed), 0.32, 1500.0, seed) for seed, speed in enumerate(speeds))
-        return asked(replayed((*trials,), near_idle)).roots[0].near.error
+        return result(replayed((*trials,), near_idle)).roots[0].near.error
 
     assert error((0.94, 1.06, 0.97, 1.03)) > 2 * error((1.0, 1.0, 1.0, 1.0))
 
@@ -371,7 +371,7 @@ def test_trials_that_contradict_a_flat_score_move_the_rate_by_a_bounded_factor()
 
     def found(limit_s: float) -> ReplayResult:
         near_idle = Objective((Goal("mean", 1.0, (("ttft_ms", limit_s),)),))
-        return asked(replayed(trials, near_idle))
+        return result(replayed(trials, near_idle))
 
     assert found(1.0594).roots[0].near.shift == 1.0
     assert found(1.0622).error == 1.0
@@ -379,7 +379,7 @@ def test_trials_that_contradict_a_flat_score_move_the_rate_by_a_bounded_factor()
 
 def test_a_server_that_was_slow_at_first_is_refuted_by_the_next_trial() -> None:
     trials = [trial(even(0.15), 4.0, 60, 9), trial(even(0.1), 5.0, 60, 10)]
-    assert asked(replayed(tuple(trials), TTFT_300)).objections
+    assert result(replayed(tuple(trials), TTFT_300)).objections
 
 
 def test_trials_after_a_warm_up_are_replayed_without_it() -> None:
@@ -387,7 +387,7 @@ def test_trials_after_a_warm_up_are_replayed_without_it() -> None:
 
     def found(*trials: TrialRequests) -> ReplayResult:
         outcomes = tuple(TrialOutcome(trial.rate, "met", requests=trial) for trial in trials)
-        return asked(TrialHistory(SearchLimits(6, 0.5, 512), outcomes, objective=TTFT_300).replay)
+        return result(TrialHistory(SearchLimits(6, 0.5, 512), outcomes, objective=TTFT_300).replay)
 
     warm = found(slow, *later)
     assert (warm.left_out, warm.objections, round(warm.seconds)) == (1, (), 140)
@@ -400,7 +400,7 @@ def test_a_few_failed_requests_are_no_objection() -> None:
 
     def objections(failed: int) -> tuple[str, ...]:
         known = dataclasses.replace(trials[0], failed=failed)
-        return asked(replayed((known, trials[1]), TTFT_300)).objections
+        return result(replayed((known, trials[1]), TTFT_300)).objections
 
     assert not objections(3)  # a hundredth, of a tenth that may miss
     assert objections(4) == ("4 requests failed at 5.5 req/s",)
@@ -409,7 +409,7 @@ def test_a_few_failed_requests_are_no_objection() -> None:
 def test_a_rate_above_the_answer_that_goes_better_than_replayed_refutes_it() -> None:
     trials = [trial(even(0.13), 4.5, 60, 11), trial(even(0.1), 8.0, 60, 12)]
     assert any(
-        "better at 8 req/s" in objection for objection in asked(replayed(tuple(trials), TTFT_300)).objections
+        "better at 8 req/s" in objection for objection in result(replayed(tuple(trials), TTFT_300)).objections
     )
 
 
@@ -417,7 +417,7 @@ def test_a_rate_above_the_answer_that_goes_better_by_two_percent_of_the_rate_doe
     """The server is 2 % slower in the first trial, and 2 % faster in the last one."""
     trials = [trial(even(0.102), 5.6, 120, 1), trial(even(0.1), 11.0, 30, 2), trial(even(0.098), 11.0, 30, 3)]
     objective = Objective((Goal("mean", 1.0, (("ttft_ms", 0.3),)),))
-    assert not asked(replayed(tuple(trials), objective)).objections
+    assert not result(replayed(tuple(trials), objective)).objections
 
 
 def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
@@ -435,7 +435,7 @@ def test_steps_of_an_engine_are_found_from_its_tokens() -> None:
         long = served(rate, 99, 2000.0)
         return objective.worst(Latencies.of(long.arrived_s, long.first_s, long.last_s, long.tokens))
 
-    found = asked(replayed((served(10.0, 1), served(20.0, 2), served(28.0, 3)), objective))
+    found = result(replayed((served(10.0, 1), served(20.0, 2), served(28.0, 3)), objective))
     assert not found.objections
     assert score(found.estimate.lower * 0.97) > 0 > score(found.estimate.upper * 1.03)
 
