@@ -158,7 +158,7 @@ def diagnose(lines: Iterable[str], source: LogSource | None = None) -> list[Diag
 
 def worst(diagnoses: Iterable[Diagnosis]) -> Diagnosis | None:
     """Fatal diagnosis nearest to the root, or None."""
-    fatal = [diagnose for diagnose in diagnoses if diagnose.fatal]
+    fatal = [cause for cause in diagnoses if cause.fatal]
     return min(fatal, key=_rank) if fatal else None
 
 

@@ -380,7 +380,7 @@ def _last_of_each(cells: Sequence[CellResult]) -> list[CellResult]:
     for result in cells:
         place = (result.cell, result.method, result.tier)
         if result.status != "failed":
-            found = {key: line for key, line in found.items() if key == place or not _now_done(line, result)}
+            found = {key: old for key, old in found.items() if key == place or not _now_done(old, result)}
         found[place] = result
     return list(found.values())
 

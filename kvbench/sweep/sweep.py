@@ -246,7 +246,7 @@ class Sweep:
         """Reference label → reference outputs of canaries for all compared deployments."""
         self._results: list[CellResult] = []
         self._incomplete: list[str] = []
-        """Failures after the searches: no cell's result tells them."""
+        """Failures in the round at equal rates, which no cell's result shows."""
 
     def run(self) -> list[CellResult]:
         """Measure all cells in plan order. Raises LaunchError for an unreachable host."""
@@ -277,10 +277,9 @@ class Sweep:
                 continue
             results = self._earlier.results[cell]
             self._results += results
-            tried = [
-                trial for (of, how), trial in self._earlier.trials.items() if of == cell and how != EQUAL
-            ]
-            self._knowledge.budget.left_s -= sum(record.duration_s for trial in tried for record in trial)
+            for (of, how), records in self._earlier.trials.items():
+                if of == cell and how != EQUAL:
+                    self._knowledge.budget.left_s -= sum(record.duration_s for record in records)
             for result in results:
                 if result.main:
                     self._knowledge.budget.end(result)
@@ -347,10 +346,7 @@ class Sweep:
                 message, hint = (
                     (error.message, error.hint) if isinstance(error, KvbenchError) else (str(error), "")
                 )
-                if left:
-                    self.watcher.note(f"{planned.label} failed: {message}")
-                else:
-                    self._note_incomplete(f"{planned.label} failed after its searches: {message}")
+                self.watcher.note(f"{planned.label} failed: {message}")
                 # A lost host may be back: its next cells get a new deployment, if it starts.
                 failed = left[:1] if isinstance(error, HostLostError) else list(left)
                 for cell in failed:
@@ -433,11 +429,8 @@ class Sweep:
                 raise
             except KvbenchError as error:
                 self.store.require_room()
-                self._note_incomplete(f"{planned.label} was not measured at an equal rate: {error.message}")
-
-    def _note_incomplete(self, text: str) -> None:
-        self._incomplete.append(text)
-        self.watcher.note(text)
+                self._incomplete.append(f"{planned.label} was not measured at an equal rate: {error.message}")
+                self.watcher.note(self._incomplete[-1])
 
     def _equal_cells(self, planned: DeploymentPlan) -> list[tuple[Cell, float]]:
         search = self.scenario.search

@@ -135,7 +135,7 @@ MIN_REPEATS: Final = next(n for n in range(1, 10) if separation_p_value(n, n) <=
 def trial_ids(groups: Sequence[FaultGroup], name: str) -> Iterator[str]:
     for group in groups:
         if group.name == name:
-            yield from (trial.trial.trial_id for trial in group.trials)
+            yield from (fault.trial.trial_id for fault in group.trials)
 
 
 def _fault_comparisons(groups: Sequence[FaultGroup]) -> Iterator[tuple[str, str]]:

@@ -168,7 +168,7 @@ def _not_measured(run: RunFolder) -> Iterable[Note]:
     for entry in run.skipped:
         yield Note(f"{entry['connector']} was skipped: {entry['reason']}", entry.get("hint", ""))
     for text in run.manifest.get("incomplete") or ():
-        yield Note(str(text), "kvbench sweep --resume measures what is missing")
+        yield Note(str(text), "kvbench sweep --resume RUN measures what is missing")
 
 
 def _over_tcp(run: RunFolder) -> Iterable[Note]:
@@ -320,7 +320,7 @@ def answer_counts(sides: Sequence[tuple[str, Sequence[RunFolder]]]) -> Table | N
     """Return the table of checked answers, or None if nothing was checked. ``sides``: names and runs; the
     counts of a side's runs are added."""
     rows = [_row("all", [sum((run_tally(run) for run in runs), Tally()) for _, runs in sides])]
-    cells = list(dict.fromkeys(cell.cell for _, runs in sides for run in runs for cell in run.cells))
+    cells = list(dict.fromkeys(result.cell for _, runs in sides for run in runs for result in run.cells))
     for cell in cells if len(cells) > 1 else ():
         tallies = [sum((cell_tally(run, cell) for run in runs), Tally()) for _, runs in sides]
         rows.append(_row(_cell_name(cell), tallies))

@@ -91,7 +91,9 @@ def _rate_axes(axes: Axes, rows: Sequence[Row]) -> None:
     unit = _unequal_unit(rows)
     axes.set_ylabel("max request rate (req/s)" + (f"\nby unequal numbers of {unit}s (n)" if unit else ""))
     rated = [row.answer for row in rows if row.answer.max_request_rate]
-    values = [value for rate in rated for value in (rate.lower, rate.max_request_rate, rate.upper) if value]
+    values = [
+        value for answer in rated for value in (answer.lower, answer.max_request_rate, answer.upper) if value
+    ]
     if not values:
         axes.set_ylim(0, 1)
         axes.set_yticks([])

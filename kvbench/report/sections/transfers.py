@@ -81,7 +81,7 @@ def pictures(of: Material) -> Iterator[ReportSection]:
 
 
 def host_pairs(of: Material) -> Iterator[ReportSection]:
-    matrices = [Block(table=matrice) for matrice in pair_matrices(of.one.records)]
+    matrices = [Block(table=matrix) for matrix in pair_matrices(of.one.records)]
     if matrices:
         yield ReportSection("pairs", "From host to host", [Block(words=f"{CAPTION}."), *matrices])
 
@@ -102,8 +102,7 @@ def cases(of: Material) -> Iterator[ReportSection]:
 
 def matrices(of: Material) -> Iterator[ReportSection]:
     blocks = [
-        Block(f"from host to host · {matrice.title}", table=matrice)
-        for matrice in pair_matrices(of.one.records)
+        Block(f"from host to host · {matrix.title}", table=matrix) for matrix in pair_matrices(of.one.records)
     ]
     if blocks:
         yield ReportSection("pairs", "", [*blocks, Block(notes=[Note(CAPTION)], bullets=False)])

@@ -296,7 +296,8 @@ def candidates(trials: Sequence[TrialRequests]) -> list[Candidate]:
     found = [*sharing.values(), *at_once.values()]
     for count in {*_likeliest(at_once)[:DELAYED], *(number for number in at_once if number <= DELAYED)}:
         found += _delayed(trials, count, lowest_s)
-    return sorted((model for model in found if model is not None), key=lambda model: -model.log_likelihood)
+    known = (candidate for candidate in found if candidate is not None)
+    return sorted(known, key=lambda candidate: -candidate.log_likelihood)
 
 
 def _by_servers(
@@ -306,7 +307,7 @@ def _by_servers(
     number from ``least`` on."""
     found = {count: candidate(count) for count in counts if count <= most}
     while tried := sorted(count for count in found if count >= least):
-        place = tried.index(_likeliest({trial: found[trial] for trial in tried})[0])
+        place = tried.index(_likeliest({count: found[count] for count in tried})[0])
         gaps = zip(tried[max(place - 1, 0) : place + 1], tried[place : place + 2], strict=False)
         between = {(low + high) // 2 for low, high in gaps if high - low > 1}
         if not between:
